@@ -1,0 +1,250 @@
+"""unit(u): one fixed-shape micro-batch as a pure function of (prepared corpus, seed, u).
+
+Nothing but the number u has to travel between workers: which documents, in which places, which anchors, labels and
+positions follow from it on every machine. Keys come from a counter hash, never from a library's generator, so that
+versions and thread counts cannot change them; UNIT_LAW names the algorithm and golden values in tests hold it.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+UNIT_LAW = 1  # change it with any change of what unit(u) returns; checkpoints of another law do not resume
+
+_MASK64 = (1 << 64) - 1
+_EPOCH, _ROW, _ANCHOR = 0x65706F6368, 0x726F77, 0x616E63686F72  # streams: "epoch", "row", "anchor"
+
+
+class Documents(Protocol):
+    """What the unit law needs of a corpus split (data/shards.py implements it)."""
+
+    lengths: np.ndarray  # [documents] int64, tokens of each document
+    anchor_counts: np.ndarray  # [documents] int64, valid anchors of each document
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens [n] int32, loss mask [n] uint8) of one document."""
+        ...
+
+
+class UnitShape(NamedTuple):
+    """The fixed shape of every unit. `anchor_rate` is how many anchors a supervised token asks for (0 < rate <= 1)."""
+
+    tokens: int  # T
+    anchors: int  # A
+    block_size: int  # B
+    anchor_rate: float
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One packed row. Unused tokens form a last document of their own; unused anchors see nothing but their own block."""
+
+    number: int
+    ids: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64, restart at 0 in every document
+    documents: np.ndarray  # [T] int64, ascending, restart at 0 in every row
+    anchors: np.ndarray  # [A] int64 row positions, ascending
+    starts: np.ndarray  # [A] int64 row position of the anchor's document's first token
+    labels: np.ndarray  # [A, B-1] int64, slot k = 1..B-1 predicts the token at anchor + k
+    scored: np.ndarray  # [A, B-1] bool: the label is supervised and belongs to the anchor's document
+    tokens_used: int
+    anchors_used: int
+    corpus_documents: tuple[int, ...]  # indices into the corpus, in row order
+
+
+def hash64(seed: int, stream: int, counter: np.ndarray | int) -> np.ndarray:
+    """Counter hash, uint64: the splitmix64 finalizer (Steele et al. 2014) over a key made of (seed, stream)."""
+    key = _mix_int(_mix_int(seed & _MASK64) ^ stream)
+    with np.errstate(over="ignore"):
+        x = np.asarray(counter, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def _mix_int(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def valid_anchors(loss_mask: np.ndarray) -> np.ndarray:
+    """Positions a of one document with loss_mask[a] and loss_mask[a+1] (spec 2.3), int64 ascending."""
+    mask = loss_mask.astype(bool)
+    return np.flatnonzero(mask[:-1] & mask[1:])
+
+
+def build_unit(corpus: Documents, members: Sequence[int], shape: UnitShape, number: int, keys: np.ndarray) -> Unit:
+    """Lay `members` side by side in one row and choose the A valid anchors with the smallest `keys` [T] (unique uint64)."""
+    T, A, B = shape.tokens, shape.anchors, shape.block_size
+    ids, positions, documents = (np.zeros(T, np.int64) for _ in range(3))
+    supervised = np.zeros(T + B, bool)  # B extra so that slots past the row read False
+    first = np.zeros(T, np.int64)  # row position of the own document's first token
+    valid, at = [], 0
+    for place, index in enumerate(members):
+        tokens, mask = corpus.document(index)
+        end = at + len(tokens)
+        ids[at:end], positions[at:end], documents[at:end] = tokens, np.arange(end - at), place
+        supervised[at:end], first[at:end] = mask, at
+        valid.append(at + valid_anchors(mask))
+        at = end
+    used, documents[at:], positions[at:], first[at:] = at, len(members), np.arange(T - at), at
+    pool = np.concatenate(valid) if valid else np.zeros(0, np.int64)
+    chosen = pool[np.argsort(keys[pool], kind="stable")[:A]]
+    chosen.sort()
+    anchors = np.full(A, T - 1, np.int64)
+    starts = np.full(A, T - 1, np.int64)
+    anchors[: len(chosen)], starts[: len(chosen)] = chosen, first[chosen]
+    slots = anchors[:, None] + np.arange(1, B)  # [A, S]
+    inside = np.minimum(slots, T - 1)
+    scored = supervised[slots] & (slots < T) & (documents[inside] == documents[anchors][:, None])
+    scored[len(chosen) :] = False
+    labels = np.where(scored, ids[inside], 0)
+    return Unit(number, ids, positions, documents, anchors, starts, labels, scored, used, len(chosen), tuple(members))
+
+
+class UnitSequence:
+    """The training sequence: units 0, 1, 2 ... over epochs without end. Rows of an epoch are planned when first asked for."""
+
+    def __init__(self, corpus: Documents, shape: UnitShape, seed: int, plans: "PlanCache | None" = None):
+        check_documents(corpus, shape)
+        self.corpus, self.shape, self.seed = corpus, shape, seed
+        self._plans = plans or PlanCache(None)
+        self._ends: list[int] = []  # units up to and including epoch e
+        self._epoch: tuple[int, list[list[int]]] | None = None  # the epoch in hand
+
+    def rows_in_epoch(self, epoch: int) -> int:
+        return len(self._rows(epoch))
+
+    def place(self, number: int) -> tuple[int, int]:
+        """(epoch, row) of a unit."""
+        while not self._ends or number >= self._ends[-1]:
+            self._ends.append((self._ends[-1] if self._ends else 0) + self.rows_in_epoch(len(self._ends)))
+        epoch = int(np.searchsorted(self._ends, number, side="right"))
+        return epoch, number - (self._ends[epoch - 1] if epoch else 0)
+
+    def unit(self, number: int) -> Unit:
+        epoch, row = self.place(number)
+        members = self._rows(epoch)[row]
+        position = np.arange(self.shape.tokens, dtype=np.uint64)
+        low = np.uint64(24)  # position in the low bits makes every key unique
+        stream = _ANCHOR ^ _mix_int(number)
+        keys = (hash64(self.seed, stream, position) >> low << low) | position
+        return build_unit(self.corpus, members, self.shape, number, keys)
+
+    def _rows(self, epoch: int) -> list[list[int]]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            rows = self._plans.get(epoch, lambda: plan_epoch(self.corpus, self.shape, self.seed, epoch))
+            self._epoch = (epoch, rows)
+        return self._epoch[1]
+
+
+class PlanCache:
+    """Keeps planned epochs, in `directory` (one .npz an epoch, complete or absent) or, with None, nowhere."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def get(self, epoch: int, plan) -> list[list[int]]:
+        if self.directory is None:
+            return plan()
+        path = self.directory / f"epoch_{epoch}.npz"
+        if path.exists():
+            with np.load(path) as data:
+                return [row.tolist() for row in np.split(data["documents"], data["ends"][:-1])]
+        rows = plan()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{id(rows):x}.npz")
+        ends = np.cumsum([len(r) for r in rows])
+        np.savez(temporary, documents=np.concatenate([np.asarray(r, np.int64) for r in rows]), ends=ends)
+        temporary.replace(path)
+        return rows
+
+
+def check_documents(corpus: Documents, shape: UnitShape) -> None:
+    """Refuse what can never be packed or trained: it was `prepare`'s work to reject it, counted."""
+    if not len(corpus.lengths):
+        raise ValueError("the corpus has no documents")
+    longest = int(corpus.lengths.max())
+    if longest > shape.tokens:
+        index = int(corpus.lengths.argmax())
+        raise ValueError(
+            f"document {index} has {longest} tokens but a unit has unit.tokens = {shape.tokens}: "
+            f"raise unit.tokens to {-(-longest // 128) * 128} or prepare with --max-tokens {shape.tokens}"
+        )
+    if shape.tokens >= 1 << 24:
+        raise ValueError(f"unit.tokens = {shape.tokens} is more than {(1 << 24) - 1}")
+
+
+def plan_epoch(corpus: Documents, shape: UnitShape, seed: int, epoch: int) -> list[list[int]]:
+    """Pack every document of an epoch once, on both budgets (tokens and anchors); rows in shuffled order.
+
+    Documents are shuffled, taken in windows, longest first within a window, and put where they fit best; rows stay open
+    across windows. A document asks for `anchor_rate` anchors a valid anchor, at most A.
+    """
+    T, A = shape.tokens, shape.anchors
+    count = len(corpus.lengths)
+    order = np.argsort(hash64(seed, _EPOCH ^ _mix_int(epoch), np.arange(count)), kind="stable")
+    asked = np.minimum(np.ceil(corpus.anchor_counts * shape.anchor_rate).astype(np.int64), A)
+    mean = max(1, int(corpus.lengths.mean()))
+    window = max(4096, 64 * T // mean)
+    packer = _Packer(T, A)
+    for i in range(0, count, window):
+        part = order[i : i + window]
+        part = part[np.argsort(-corpus.lengths[part], kind="stable")]
+        for index, length, anchors in zip(
+            part.tolist(), corpus.lengths[part].tolist(), asked[part].tolist(), strict=True
+        ):
+            packer.add(index, length, anchors)
+    rows = packer.rows
+    turn = np.argsort(hash64(seed, _ROW ^ _mix_int(epoch), np.arange(len(rows))), kind="stable")
+    return [rows[i] for i in turn.tolist()]
+
+
+class _Packer:
+    """Best fit on tokens among the rows that still have the anchors."""
+
+    TRIES = 64  # fuller rows looked at before a new one is opened
+
+    def __init__(self, tokens: int, anchors: int):
+        self.tokens, self.anchors = tokens, anchors
+        self.rows: list[list[int]] = []
+        self._left: list[int] = []  # anchors left of each row
+        self._open: dict[int, list[int]] = {}  # tokens left -> rows
+        self._sizes: list[int] = []  # the keys of _open, ascending
+
+    def add(self, index: int, length: int, anchors: int) -> None:
+        row, left = self._take(length, anchors)
+        self.rows[row].append(index)
+        self._left[row] -= anchors
+        left -= length
+        if left > 0:
+            if left not in self._open:
+                self._open[left] = []
+                self._sizes.insert(bisect_left(self._sizes, left), left)
+            self._open[left].append(row)
+
+    def _take(self, length: int, anchors: int) -> tuple[int, int]:
+        tries = 0
+        for at in range(bisect_left(self._sizes, length), len(self._sizes)):
+            left = self._sizes[at]
+            rows = self._open[left]
+            for i, row in enumerate(rows):
+                if self._left[row] >= anchors:
+                    rows.pop(i)
+                    if not rows:
+                        del self._open[left]
+                        self._sizes.pop(at)
+                    return row, left
+                tries += 1
+                if tries >= self.TRIES:
+                    break
+            if tries >= self.TRIES:
+                break
+        self.rows.append([])
+        self._left.append(self.anchors)
+        return len(self.rows) - 1, self.tokens
