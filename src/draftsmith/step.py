@@ -36,6 +36,7 @@ class StaticUnit:
         def integers(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
 
+        self.number = integers()
         self.ids, self.positions, self.documents = integers(T), integers(T), integers(T)
         self.anchors, self.starts = integers(A), integers(A)
         self.labels = integers(A, S)
@@ -44,6 +45,7 @@ class StaticUnit:
 
     def load(self, unit: Unit) -> None:
         """Copy everything but the taps, which the target writes itself."""
+        self.number.fill_(unit.number)
         for name in ("ids", "positions", "documents", "anchors", "starts", "labels", "scored"):
             getattr(self, name).copy_(torch.from_numpy(getattr(unit, name)), non_blocking=True)
 
@@ -106,6 +108,9 @@ class StepStats:
     denominator: float
     gradient_norm: float  # before clipping
     skipped: bool  # non-finite gradients or denominator 0: weights unchanged
+    skipped_total: int  # since the process began
+    skipped_in_row: int
+    bad_unit: int  # the last unit of this trainer whose loss was not finite, or -1
     stop: bool
     block_acceptance: float  # mean accepted length of the step's blocks, bonus included (anchors at random places)
     slot_accuracy: tuple[float, ...]  # per slot 1..B-1, among scored slots
@@ -136,6 +141,8 @@ class TrainStep:
         self.lr = torch.tensor(0.0, device=device)
         self.norm = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)
+        self.skips = torch.zeros(2, device=device)  # total, in a row
+        self.bad_unit = torch.full((), -1, dtype=torch.int64, device=device)
         self.optimizer = self._make_optimizer(optim)
 
     def _make_optimizer(self, optim: OptimConfig) -> torch.optim.AdamW:
@@ -193,6 +200,7 @@ class TrainStep:
         accepted = result.correct.cumprod(-1).sum()
         blocks = scored[:, 0].sum()
         loss = result.loss.detach()
+        self.bad_unit.copy_(torch.where(loss.isfinite(), self.bad_unit, self.static.number))
         head = torch.stack((result.denominator, loss, (~loss.isfinite()).float(), torch.zeros_like(loss)))
         self.flat.sums[:4] += head
         self.flat.sums[4] += accepted
@@ -215,6 +223,7 @@ class TrainStep:
         flat.gradient.mul_(scale)
         self.norm.copy_(torch.linalg.vector_norm(flat.gradient))
         self.skipped.copy_((~self.norm.isfinite() | empty | (sums[2] > 0)).float())
+        self.skips.copy_((self.skips + self.skipped) * torch.stack((torch.ones_like(self.norm), self.skipped)))
         if self.optim.clip > 0:
             flat.gradient.mul_((self.optim.clip / (self.norm + 1e-6)).clamp(max=1.0))
         self.optimizer.step()
@@ -230,6 +239,9 @@ class TrainStep:
             denominator=sums[0],
             gradient_norm=float(self.norm),
             skipped=bool(self.skipped),
+            skipped_total=int(self.skips[0]),
+            skipped_in_row=int(self.skips[1]),
+            bad_unit=int(self.bad_unit),
             stop=sums[3] > 0,
             block_acceptance=1 + sums[4] / max(1.0, sums[5]),
             slot_accuracy=tuple(c / n if n else 0.0 for c, n in zip(correct, scored, strict=True)),
