@@ -134,6 +134,9 @@ class RunConfig:
     save_every: int = 500
     """Steps between checkpoints; the last step always saves."""
     keep_last: int = 2
+    """Checkpoints kept, besides the best one."""
+    stop_after: int = 0
+    """Checkpoint and end after this step, as a stop by hand would; 0: go on to the end."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,7 @@ def check(config: Config, source: str) -> None:
         (c.run.evaluate_units >= 1, "run.evaluate_units", "must be at least 1"),
         (c.run.save_every >= 1, "run.save_every", "must be at least 1"),
         (c.run.keep_last >= 1, "run.keep_last", "must be at least 1"),
+        (c.run.stop_after >= 0, "run.stop_after", "must not be negative"),
         (not c.drafter.sliding_layers or bool(c.drafter.window), "drafter.window", "is needed by drafter.sliding_layers"),
         (
             all(0 <= i < c.drafter.layers for i in c.drafter.sliding_layers),
