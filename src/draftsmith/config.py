@@ -207,7 +207,11 @@ def check(config: Config, source: str) -> None:
         (c.run.save_every >= 1, "run.save_every", "must be at least 1"),
         (c.run.keep_last >= 1, "run.keep_last", "must be at least 1"),
         (c.run.stop_after >= 0, "run.stop_after", "must not be negative"),
-        (not c.drafter.sliding_layers or bool(c.drafter.window), "drafter.window", "is needed by drafter.sliding_layers"),
+        (
+            not c.drafter.sliding_layers or bool(c.drafter.window),
+            "drafter.window",
+            "is needed by drafter.sliding_layers",
+        ),
         (
             all(0 <= i < c.drafter.layers for i in c.drafter.sliding_layers),
             "drafter.sliding_layers",

@@ -1,9 +1,13 @@
 """Writes a recipe for a target and a prepared corpus, with the reason beside each choice (`draftsmith init`)."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from draftsmith.errors import UserError
+from draftsmith.options import InitOptions
 from draftsmith.unit import UnitShape
 
 MAX_BLOCK_TOKENS = 16384  # A*B of one unit: enough to fill a large GPU, small enough for its memory
@@ -40,3 +44,94 @@ def propose_unit(lengths: np.ndarray, anchor_counts: np.ndarray, block_size: int
             f"make {anchors * block_size} block tokens",
         ),
     )
+
+
+def main(options: InitOptions) -> None:
+    """`draftsmith init`."""
+    write_recipe(options)
+    print(options.out.read_text())
+    print(f"wrote {options.out}; next: draftsmith train {options.out}")
+
+
+def write_recipe(options: InitOptions) -> None:
+    """Choose every key that depends on the target, the corpus and the device, and write it with its reason."""
+    from draftsmith import models
+    from draftsmith.data.shards import Corpus
+    from draftsmith.drafters.dflash import default_taps
+    from draftsmith.target import describe, find_mask_token
+    from draftsmith.train import automatic_device
+
+    if options.out.exists():
+        raise UserError(f"{options.out}: exists already; name another with --out, or delete it yourself")
+    directory = models.resolve(options.target, options.revision)
+    facts, corpus = describe(directory), Corpus.open(options.corpus, "train")
+    device = automatic_device()
+    small = device == "cpu"
+    layers = options.layers or (2 if small else 5)
+    block = options.block or (8 if small else 16)
+    mask_token, mask_reason = find_mask_token(directory)
+    gamma, gamma_reason = _gamma(block)
+    taps = default_taps(facts.num_layers, max(layers, 3))
+    unit = propose_unit(corpus.lengths, corpus.anchor_counts, block, device)
+    lines = [
+        f"# Written by `draftsmith init {options.target} {options.corpus}`. Any key may be changed, here or as a flag.",
+        "[target]",
+        f"model = {json.dumps(_beside(directory if directory.exists() else options.target, options))}",
+        *([f"revision = {json.dumps(options.revision)}"] if options.revision else []),
+        f"taps = {list(taps)}  # of {facts.num_layers} layers, spread from the second to the third from last",
+        f"mask_token = {mask_token}  # {mask_reason}",
+        *_template_lines(corpus.manifest),
+        "",
+        "[data]",
+        f"corpus = {json.dumps(_beside(options.corpus, options))}",
+        "",
+        "[drafter]",
+        f"layers = {layers}  # " + ("enough to learn something on a CPU" if layers < 5 else "as published"),
+        f"block = {block}  # "
+        + ("as published" if block == 16 else "smaller blocks train faster")
+        + "; servers draft B-1 tokens",
+        'init = "target"  # copies of the target\'s last layers learn faster than random weights',
+        "",
+        "[unit]",
+        f"tokens = {unit.shape.tokens}  # {unit.reasons[0]}",
+        f"anchors = {unit.shape.anchors}  # {unit.reasons[1]}",
+        f"anchor_rate = {unit.shape.anchor_rate}  # anchors that a supervised token asks for when rows are packed",
+        f"per_step = {1 if small else 4}  # units per optimizer step over all trainers",
+        "",
+        "[loss]",
+        f"gamma = {gamma}  # {gamma_reason}",
+        "",
+        "[optim]",
+        f"lr = {1e-3 if small else 6e-4}  # " + ("short runs bear a higher rate" if small else "as published"),
+        "epochs = 6.0  # as published",
+        "",
+    ]
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("\n".join(lines))
+    except OSError as error:
+        raise UserError(f"{options.out}: cannot be written: {error}") from None
+
+
+def _gamma(block: int) -> tuple[float, str]:
+    """The paper's gamma for a block size (its appendix: 7, 5, 4 for 16, 10, 8)."""
+    known = {16: 7.0, 10: 5.0, 8: 4.0}
+    if block in known:
+        return known[block], f"as published for blocks of {block}"
+    return round(max(1.0, 1 + 0.375 * block), 1), f"between the published values (7, 5, 4 for 16, 10, 8), for {block}"
+
+
+def _beside(path: Path | str, options: InitOptions) -> str:
+    """An existing path as an absolute one; a recipe must not change its meaning when it is moved."""
+    return str(Path(path).resolve()) if Path(path).exists() else str(path)
+
+
+def _template_lines(manifest) -> list[str]:
+    """The template choices the corpus was prepared with; training refuses others."""
+    lines = []
+    if manifest.chat_template:
+        lines.append(f"chat_template = {json.dumps(str(Path(manifest.chat_template).resolve()))}  # as in prepare")
+    if manifest.template_options:
+        body = ", ".join(f"{k} = {json.dumps(v)}" for k, v in manifest.template_options.items())
+        lines.append(f"template_options = {{ {body} }}  # as in prepare")
+    return lines

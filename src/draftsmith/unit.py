@@ -78,13 +78,25 @@ def valid_anchors(loss_mask: np.ndarray) -> np.ndarray:
     return np.flatnonzero(mask[:-1] & mask[1:])
 
 
-def build_unit(corpus: Documents, members: Sequence[int], shape: UnitShape, number: int, keys: np.ndarray) -> Unit:
-    """Lay `members` side by side in one row and choose the A valid anchors with the smallest `keys` [T] (unique uint64)."""
-    T, A, B = shape.tokens, shape.anchors, shape.block_size
-    ids, positions, documents = (np.zeros(T, np.int64) for _ in range(3))
-    supervised = np.zeros(T + B, bool)  # B extra so that slots past the row read False
-    first = np.zeros(T, np.int64)  # row position of the own document's first token
-    valid, at = [], 0
+class Row(NamedTuple):
+    """Documents side by side, before anchors are chosen."""
+
+    ids: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64
+    documents: np.ndarray  # [T] int64
+    first: np.ndarray  # [T] int64 row position of the own document's first token
+    supervised: np.ndarray  # [T + B] bool, B extra so that slots past the row read False
+    valid: np.ndarray  # int64 row positions of every valid anchor, ascending
+    used: int
+    members: tuple[int, ...]
+
+
+def lay_out(corpus: Documents, members: Sequence[int], shape: UnitShape) -> Row:
+    """Put `members` side by side; what is left of the row is a document of its own with token 0, never supervised."""
+    T = shape.tokens
+    ids, positions, documents, first = (np.zeros(T, np.int64) for _ in range(4))
+    supervised = np.zeros(T + shape.block_size, bool)
+    valid, at = [np.zeros(0, np.int64)], 0
     for place, index in enumerate(members):
         tokens, mask = corpus.document(index)
         end = at + len(tokens)
@@ -92,19 +104,48 @@ def build_unit(corpus: Documents, members: Sequence[int], shape: UnitShape, numb
         supervised[at:end], first[at:end] = mask, at
         valid.append(at + valid_anchors(mask))
         at = end
-    used, documents[at:], positions[at:], first[at:] = at, len(members), np.arange(T - at), at
-    pool = np.concatenate(valid) if valid else np.zeros(0, np.int64)
-    chosen = pool[np.argsort(keys[pool], kind="stable")[:A]]
-    chosen.sort()
-    anchors = np.full(A, T - 1, np.int64)
-    starts = np.full(A, T - 1, np.int64)
-    anchors[: len(chosen)], starts[: len(chosen)] = chosen, first[chosen]
+    documents[at:], positions[at:], first[at:] = len(members), np.arange(T - at), at
+    return Row(ids, positions, documents, first, supervised, np.concatenate(valid), at, tuple(members))
+
+
+def with_anchors(row: Row, chosen: np.ndarray, shape: UnitShape, number: int) -> Unit:
+    """A unit from a row and at most A of its valid anchors (ascending)."""
+    T, A, B = shape.tokens, shape.anchors, shape.block_size
+    anchors, starts = np.full(A, T - 1, np.int64), np.full(A, T - 1, np.int64)
+    anchors[: len(chosen)], starts[: len(chosen)] = chosen, row.first[chosen]
     slots = anchors[:, None] + np.arange(1, B)  # [A, S]
     inside = np.minimum(slots, T - 1)
-    scored = supervised[slots] & (slots < T) & (documents[inside] == documents[anchors][:, None])
+    scored = row.supervised[slots] & (slots < T) & (row.documents[inside] == row.documents[anchors][:, None])
     scored[len(chosen) :] = False
-    labels = np.where(scored, ids[inside], 0)
-    return Unit(number, ids, positions, documents, anchors, starts, labels, scored, used, len(chosen), tuple(members))
+    labels = np.where(scored, row.ids[inside], 0)
+    return Unit(
+        number,
+        row.ids,
+        row.positions,
+        row.documents,
+        anchors,
+        starts,
+        labels,
+        scored,
+        row.used,
+        len(chosen),
+        row.members,
+    )
+
+
+def build_unit(corpus: Documents, members: Sequence[int], shape: UnitShape, number: int, keys: np.ndarray) -> Unit:
+    """One row with the A valid anchors whose `keys` [T] (unique uint64) are smallest."""
+    row = lay_out(corpus, members, shape)
+    chosen = row.valid[np.argsort(keys[row.valid], kind="stable")[: shape.anchors]]
+    return with_anchors(row, np.sort(chosen), shape, number)
+
+
+def evaluation_chunks(corpus: Documents, members: Sequence[int], shape: UnitShape, number: int) -> list[Unit]:
+    """A held-out row as several units that differ only in their anchors: together they hold every valid anchor once,
+    since a walk needs the accepted length at whichever anchor it reaches."""
+    row = lay_out(corpus, members, shape)
+    ends = range(0, max(1, len(row.valid)), shape.anchors)
+    return [with_anchors(row, row.valid[at : at + shape.anchors], shape, number) for at in ends]
 
 
 class UnitSequence:

@@ -264,4 +264,3 @@ def useful_flops(shape: DFlashShape, tokens: int, anchors: int) -> float:
     fc = len(s.taps) * s.hidden_size**2
     head = anchors * (s.block_size - 1) * s.vocab_size * s.hidden_size
     return 6.0 * n * s.num_layers * layer + tokens * (6.0 * s.num_layers * context + 4.0 * fc) + 4.0 * head
-
