@@ -45,3 +45,63 @@ def write_corpus(directory: Path, split: str, corpus: MemoryCorpus) -> None:
     mask.tofile(out / "mask.bin")
     np.concatenate(([0], np.cumsum(corpus.lengths))).astype("<i8").tofile(out / "offsets.bin")
     corpus.anchor_counts.astype("<i4").tofile(out / "anchors.bin")
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def toy_tokenizer(directory: Path) -> None:
+    """A byte-level tokenizer of 256 bytes and four special tokens with a ChatML template, saved where a target lies."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<empty_output>"]
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHATML
+    fast.save_pretrained(directory)
+
+
+def toy_target(directory: Path, tied: bool = True, layers: int = 6, hidden: int = 64, seed: int = 0) -> Path:
+    """A tiny random Qwen3 in Hugging Face layout; row 260 and up of its embedding are unused (mask token 260)."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=264, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=1024,
+        tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, eos_token_id=258,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    toy_tokenizer(directory)
+    return directory
+
+
+def toy_conversations(path: Path, count: int = 120, seed: int = 0) -> Path:
+    """Chat rows in JSONL with short, repetitive answers."""
+    import json
+
+    rng = np.random.default_rng(seed)
+    words = "red green blue small large old new warm cold quick".split()
+    with path.open("w") as out:
+        for i in range(count):
+            pick = rng.choice(words, 6)
+            messages = [
+                {"role": "user", "content": f"Say {pick[0]} {pick[1]} number {i}."},
+                {"role": "assistant", "content": " ".join(pick) + " and that is all."},
+            ]
+            out.write(json.dumps({"messages": messages}) + "\n")
+    return path

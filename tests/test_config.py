@@ -1,0 +1,91 @@
+"""Recipes are strict: every mistake is one line that names the file, the key and the remedy."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith import config
+from draftsmith.errors import UserError
+
+GOOD = '[target]\nmodel = "m"\nmask_token = 3\n[data]\ncorpus = "c"\n'
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "[optim]\nlearning_rate = 1\n", r"r\.toml: unknown key optim\.learning_rate"),
+        (GOOD + "[optim]\nlrr = 1\n", r"unknown key optim\.lrr; did you mean optim\.lr\?"),
+        (GOOD + "lr = 1\n", r"unknown key data\.lr; did you mean optim\.lr\?"),
+        (GOOD + '[optim]\nlr = "fast"\n', r"r\.toml: optim\.lr: .*'fast'"),
+        (GOOD + "[optim]\nlr = -1.0\n", r"r\.toml: optim\.lr must be positive"),
+        (GOOD + "[drafter]\nblock = 1\n", r"drafter\.block must be at least 2"),
+        (GOOD + "[drafter]\nsliding_layers = [9]\nwindow = 5\n", r"drafter\.sliding_layers must be layers 0\.\.4"),
+        (GOOD + "[drafter]\nsliding_layers = [0]\n", r"drafter\.window is needed"),
+        (GOOD + '[run]\nmode = "fast"\n', r"run\.mode: .*'eager'.*'fast'"),
+        (GOOD + "[unit]\nanchor_rate = 2.0\n", r"unit\.anchor_rate must be in \(0, 1\]"),
+        ('[data]\ncorpus = "c"\n', r"r\.toml: target: .*required"),
+        ("[target\n", r"r\.toml: cannot be read as TOML"),
+    ],
+)
+def test_mistakes_name_file_key_and_remedy(tmp_path, text, message):
+    with pytest.raises(UserError) as error:
+        config.load(written(tmp_path, text))
+    assert re.search(message, str(error.value)), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_paths_are_relative_to_the_recipe_and_hub_ids_stay(tmp_path):
+    (tmp_path / "model").mkdir()
+    loaded = config.load(written(tmp_path, '[target]\nmodel = "model"\n[data]\ncorpus = "c"\n'))
+    assert loaded.target.model == str(tmp_path / "model") and loaded.data.corpus == str(tmp_path / "c")
+    assert config.load(written(tmp_path, GOOD)).target.model == "m"
+
+
+def test_round_trip_and_hash(tmp_path):
+    loaded = config.load(written(tmp_path, GOOD + "[target.template_options]\nenable_thinking = false\n"))
+    again = config.from_dict(loaded.to_dict(), "config.json")
+    assert again == loaded and config.config_hash(again) == config.config_hash(loaded)
+
+
+def test_missing_recipe():
+    with pytest.raises(UserError, match="no such recipe"):
+        config.load(Path("nowhere.toml"))
+
+
+def run(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "draftsmith", *argv], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["train", "--help"], ["init", "--help"], ["prepare", "--help"], ["evaluate", "--help"]]
+)
+def test_help_imports_no_torch(argv):
+    program = (
+        "import sys\nfrom draftsmith.__main__ import main\n"
+        f"try:\n    main({argv!r})\nexcept SystemExit as e:\n    assert not e.code, e.code\n"
+        "heavy = {'torch', 'transformers', 'pyarrow'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+    assert "usage" in out.stdout
+
+
+def test_user_mistakes_end_with_code_2_and_one_line(tmp_path):
+    for argv in (
+        ["train", "nowhere.toml"],
+        ["train", "--resume"],
+        ["trian"],
+        ["train", str(written(tmp_path, GOOD)), "--optim.lr", "x"],
+    ):
+        out = run(*argv)
+        assert out.returncode == 2 and "Traceback" not in out.stderr, (argv, out.stderr)
+    assert "did you mean train?" in run("trian").stderr
