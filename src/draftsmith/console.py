@@ -26,7 +26,7 @@ from draftsmith.events import StepRecord
 
 
 class Console:
-    """Lines and progress of one command. Use as a context manager where it shows progress, so that the terminal is restored.
+    """Lines and progress of one command. Use as a context manager where it shows progress: the terminal is restored.
 
     `output` is the rich console to print on; the default one writes to standard error.
     """

@@ -1,7 +1,7 @@
 """What a worker writes about itself: RUN/events/HOST.ROLEn.jsonl, one JSON object a line. Imports no torch.
 
 Contract: a line is one os.write to a file opened for appending, so a killed worker loses at most its last line and what
-it had buffered since the last log step. Spans are buffered as tuples (about a microsecond each) and written in columns at
+it had buffered since the last log step. Spans are buffered as tuples (a few microseconds each) and written in columns at
 log steps. Times are seconds since the epoch, read from the monotonic clock and anchored once when the log is opened.
 docs/metrics.md describes every field; history.py reads the files back.
 """
@@ -27,7 +27,7 @@ WAIT_PREFIX = "wait"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One log step. Rates and shares are over the steps since the previous record; a field that is None is not written."""
+    """One log step. Rates and shares are over the steps since the previous record; None is not written."""
 
     step: int
     """Optimizer steps done, 1 after the first."""
@@ -51,7 +51,7 @@ class StepRecord:
     block_tokens_per_second: float | None = None
     """Drafter positions (anchors x block size), all trainers together."""
     useful_tflops: float | None = None
-    """10^12 floating-point operations a second that the drafter's maths needs, one trainer; no recompute, no padding."""
+    """10^12 operations a second that the drafter's maths needs, one trainer; no recompute, no padding."""
     ceiling_tflops: float | None = None
     """The same device's matrix-multiply rate at these shapes, measured when the run started."""
     tokens_used_share: float | None = None
@@ -212,16 +212,21 @@ class EventLog:
         return columns
 
     def _write(self, kind: str, **values: Any) -> None:
-        line = json.dumps(
-            {"kind": kind, **{key: _short(value) for key, value in values.items()}}, separators=(",", ":")
-        )
-        os.write(self._file, line.encode() + b"\n")
+        """One line, one os.write. A full disk must not end a run: it is said once; lines are lost until there is room."""
+        short = {key: _short(value) for key, value in values.items()}
+        line = json.dumps({"kind": kind, **short}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        if self._cut:  # half a line, of a killed worker or a full disk: the next line must not be glued to it
+            line = b"\n" + line
+        try:
+            self._cut = os.write(self._file, line) != len(line)
+        except OSError as error:
+            if not self._warned:
+                warnings.warn(f"{self.path}: events cannot be written and are lost: {error}")
+            self._warned = True
 
-    def _end_cut_line(self) -> None:
-        """A worker killed while writing leaves half a line; the next attempt's lines must not be glued to it."""
+    def _ends_cut(self) -> bool:
         size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
+        return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
 
 class Span:
@@ -246,7 +251,7 @@ def _known(record: StepRecord | EvaluationRecord) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """Floats to what is worth reading: microseconds for times since the epoch, else six digits; NaN and infinity to null."""
+    """Floats to what is worth reading: microseconds of epoch times, else six digits; NaN and infinity become null."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
