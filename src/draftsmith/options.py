@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from tyro.conf import Positional
 
@@ -46,3 +46,52 @@ class DemoOptions:
     """Directory for everything the demo writes; a second call goes on where the first ended."""
     quick: bool = False
     """Fewer prompts and steps: shows every stage in about three minutes, with less acceptance."""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Decodes prompts with and without the drafter and reports how many of its tokens the target accepts."""
+
+    drafter: Positional[Path]
+    """Run directory (its best checkpoint), checkpoint, or exported drafter."""
+    prompts: tuple[Path, ...]
+    """Files of JSON lines {"turns": ["first question", "second question", ...]}."""
+    target: str | None = None
+    """Directory or hub id of the target; default: the one the drafter was trained for."""
+    revision: str | None = None
+    """Hub revision of the target."""
+    out: Path | None = None
+    """JSON file for all figures and texts."""
+    max_new_tokens: int = 256
+    """Longest answer in tokens."""
+    temperature: float = 0.0
+    """0: greedy. Above: rejection sampling, which follows the target's distribution at this temperature."""
+    seed: int = 0
+    """Of the random draws, used at a temperature above 0."""
+    batch: int = 8
+    """Prompts decoded together."""
+    limit: int | None = None
+    """Only the first prompts of each file."""
+    block: int | None = None
+    """Block size, at most the trained one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on CUDA, float32 on a CPU. Only float32 makes greedy outputs exactly comparable."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Writes a drafter in the layout of a server, loads it back and compares."""
+
+    source: Positional[Path]
+    """Run directory (its best checkpoint), checkpoint, or exported drafter."""
+    to: Literal["zlab", "speculators"] = "zlab"
+    """zlab: for vLLM, SGLang and z-lab's package. speculators: for vLLM by the directory alone; holds the head, too."""
+    out: Path | None = None
+    """Directory to write; default SOURCE/export/LAYOUT. An existing one is not overwritten."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the written weights."""
+    target: str | None = None
+    """Directory or hub id of the target; default: the one the drafter was trained for."""
+    revision: str | None = None
+    """Hub revision of the target."""
