@@ -1,0 +1,65 @@
+"""Start a drafter from its target: draft layers are copies of the target's last layers, fc passes the last tap through."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.dflash import DFlash, DFlashShape, from_zlab, to_zlab
+from draftsmith.errors import UserError
+from draftsmith.target_facts import read_config, target_rope
+from draftsmith.weights import last_layers
+
+OTHERWISE = 'set drafter.init = "random"'
+
+
+def init_from_target(drafter: DFlash, directory: Path) -> None:
+    """Fill the drafter in place; q_norm and k_norm stay 1 where the target has none.
+
+    hidden_norm stays 1. UserError says what of the target has no place in a draft layer.
+    """
+    shape = drafter.shape
+    text = read_config(directory).get_text_config(decoder=True)
+    rope = target_rope(text)
+    partial = rope.get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise UserError(
+            f"{directory}: the target rotates only {partial:g} of each head, a draft layer all; {OTHERWISE}"
+        )
+    layers, norm = last_layers(directory, shape.num_layers)
+    state = {n: t.detach().clone() for n, t in to_zlab(dict(drafter.named_parameters()), shape).items()}
+    for index, layer in enumerate(layers):
+        _fill(state, f"layers.{index}.", layer, directory)
+    state["fc.weight"] = pass_last_tap(shape)
+    state["norm.weight"] = norm
+    state["hidden_norm.weight"] = torch.ones(shape.hidden_size)
+    try:
+        drafter.load_state_dict(from_zlab(state, shape), strict=False)
+    except ValueError as error:
+        raise UserError(f"{directory}: {error}; {OTHERWISE}") from None
+
+
+def pass_last_tap(shape: DFlashShape) -> Tensor:
+    """fc [H, K*H] that hands the last tap through: identity on its columns, zero elsewhere."""
+    weight = torch.zeros(shape.hidden_size, len(shape.taps) * shape.hidden_size)
+    weight[:, -shape.hidden_size :] = torch.eye(shape.hidden_size)
+    return weight
+
+
+def _fill(state: dict[str, Tensor], prefix: str, layer: dict[str, Tensor], directory: Path) -> None:
+    """Copy one target layer over the draft layer whose names start with `prefix`."""
+    extra = sorted(n for n in layer if prefix + n not in state)
+    if extra:
+        kinds = "biases" if all(n.endswith(".bias") for n in extra) else "tensors"
+        raise UserError(f"{directory}: the target's layers have {kinds} a draft layer has not: {extra[0]}; {OTHERWISE}")
+    optional = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+    for name in (n.removeprefix(prefix) for n in list(state) if n.startswith(prefix)):
+        if name in layer:
+            if layer[name].shape != state[prefix + name].shape:
+                got, want = list(layer[name].shape), list(state[prefix + name].shape)
+                raise UserError(f"{directory}: {name} is {got}, a draft layer's {want}; {OTHERWISE}")
+            state[prefix + name] = layer[name]
+        elif name in optional:
+            state[prefix + name] = torch.ones_like(state[prefix + name])
+        else:
+            raise UserError(f"{directory}: the target's layers have no {name}; {OTHERWISE}")

@@ -1,0 +1,104 @@
+"""The mask token: a vocabulary row of the target that no text uses, so that the drafter can learn what it means."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from draftsmith.errors import UserError
+from draftsmith.target_facts import describe, gguf_file
+
+# Special tokens that chat never produces although the tokenizer knows them, most wanted first.
+RESERVED = re.compile(
+    r"reserved|unused|extra_id|empty_output|<\|?(mask|spare|placeholder)|dummy|\[control_\d+\]", re.IGNORECASE
+)
+MASK_NAMES = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
+
+
+def unused_rows(directory: Path, tokenizer) -> range:
+    """Rows of the target's embedding behind the last id of its tokenizer."""
+    last = max(tokenizer.get_vocab().values())
+    return range(last + 1, describe(directory).vocab_size)
+
+
+def find_mask_token(directory: Path) -> tuple[int, str]:
+    """(id, reason) of a row that no text uses: a mask token of the model's own, else the first embedding row behind
+    the tokenizer, else a reserved special token that the chat template does not write. UserError when there is none."""
+    tokenizer = load_tokenizer(directory)
+    used = tokens_in_use(tokenizer)
+    vocabulary = tokenizer.get_vocab()
+    rows = describe(directory).vocab_size
+    for name in MASK_NAMES:
+        token = vocabulary.get(name)
+        if token is not None and token < rows and token not in used:
+            return token, f"the tokenizer's own {name}"
+    free = unused_rows(directory, tokenizer)
+    if free:
+        return free[0], f"first of {len(free)} embedding rows that the tokenizer does not use"
+    special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special and i < rows}
+    spare = {i: t for i, t in special.items() if i not in used}
+    for i in sorted(spare, key=lambda i: (RESERVED.search(spare[i]) is None, -i)):
+        return i, f"special token {spare[i]}, which the chat template does not write; the vocabulary has no free row"
+    raise UserError(
+        f"{directory}: every vocabulary row is in use; set target.mask_token to a token that your texts never hold"
+    )
+
+
+def check_mask_token(directory: Path, token: int) -> str:
+    """What the mask token is, in words; UserError when the id is no row of the embedding or a token in use."""
+    rows = describe(directory).vocab_size
+    if not 0 <= token < rows:
+        raise UserError(f"target.mask_token = {token}: the target's embedding has rows 0..{rows - 1}")
+    tokenizer = load_tokenizer(directory)
+    name = tokenizer.convert_ids_to_tokens(token) if token <= max(tokenizer.get_vocab().values()) else None
+    if name is None:
+        return f"mask token {token}: an embedding row that the tokenizer does not use"
+    why = tokens_in_use(tokenizer).get(token)
+    known = tokenizer.added_tokens_decoder.get(token)
+    if why is None and (known is None or not known.special):
+        why = "a token of ordinary text"
+    if why:
+        free, reason = find_mask_token(directory)
+        raise UserError(f"target.mask_token = {token} is {name!r}, {why}; take {free} ({reason})")
+    return f"mask token {token}: {name}, a special token that the chat template does not write"
+
+
+def tokens_in_use(tokenizer) -> dict[int, str]:
+    """Special tokens that texts hold, with the reason: named roles (eos, pad ...) and what chat templates write."""
+    used = {}
+    for role, value in tokenizer.special_tokens_map.items():
+        if role.startswith("mask"):
+            continue
+        for name in value if isinstance(value, list | tuple) else (value,):
+            if role in ("additional_special_tokens", "extra_special_tokens"):
+                continue
+            token = tokenizer.convert_tokens_to_ids(str(name))
+            if token is not None:
+                used[token] = f"the tokenizer's {role}"
+    templates = tokenizer.chat_template or ""
+    text = "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.content in text:
+            used.setdefault(token, "which the chat template writes")
+    return used
+
+
+def stop_tokens(directory: Path) -> Iterable[int]:
+    """End-of-text ids that generation_config.json and config.json name."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        if path.is_file():
+            eos = json.loads(path.read_text()).get("eos_token_id")
+            yield from eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def load_tokenizer(directory: Path):
+    """The target's tokenizer; UserError when the directory has none."""
+    from transformers import AutoTokenizer
+
+    gguf = gguf_file(directory)
+    try:
+        return AutoTokenizer.from_pretrained(directory, **({"gguf_file": gguf.name} if gguf else {}))
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{directory}: no tokenizer that transformers can load: {line}") from None
