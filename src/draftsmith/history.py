@@ -1,0 +1,311 @@
+"""Reads a run directory back: events, configuration, checkpoints, evaluations. Imports no torch.
+
+Contract: reads only files below the run directory, so a copy elsewhere tells the same; copes with a run in progress, a
+last line cut by a kill, several attempts (a resumed attempt replaces the steps it did again), and several workers.
+`Follower` reads only what was added since the last poll, for live views.
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith.errors import UserError
+
+SPANS = b'{"kind":"spans"'
+
+
+@dataclass
+class Session:
+    """One attempt of one worker: what it wrote between opening its file and leaving."""
+
+    worker: str
+    host: str
+    role: str
+    index: int
+    attempt: int
+    pid: int
+    start: float
+    clock_offset: float
+    total_steps: int | None
+    about: dict[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    busy: list[dict[str, Any]] = field(default_factory=list)
+    counters: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    span_lines: list[bytes] = field(default_factory=list)
+    last: float = 0.0
+    """Time of the newest event."""
+    ended: bool = False
+    error: str | None = None
+
+    def spans(self) -> "Iterator[SpanColumns]":
+        """The spans, parsed on demand (there may be millions)."""
+        for line in self.span_lines:
+            values = json.loads(line)
+            start = values["start"] + np.array(values["start_us"], np.float64) / 1e6
+            known = ("kind", "name", "start", "start_us", "us")
+            attributes = {key: column for key, column in values.items() if key not in known}
+            yield SpanColumns(values["name"], start, np.array(values["us"], np.float64) / 1e6, attributes)
+
+
+@dataclass(frozen=True)
+class SpanColumns:
+    """Spans of one name."""
+
+    name: str
+    start: np.ndarray
+    """[n] float64 seconds since the epoch."""
+    seconds: np.ndarray
+    """[n] float64."""
+    attributes: dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its files tell it now."""
+
+    path: Path
+    config: dict[str, Any]
+    """config.json; empty if there is none."""
+    sessions: tuple[Session, ...]
+    steps: tuple[dict[str, Any], ...]
+    """Step records in order of steps, superseded ones left out; `t` is the time."""
+    evaluations: tuple[dict[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt's number."""
+        return max((s.attempt for s in self.sessions), default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        newest = [s.total_steps for s in self.current() if s.total_steps]
+        return max(newest, default=None)
+
+    @property
+    def done_steps(self) -> int:
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    def current(self) -> list[Session]:
+        """Every worker's newest session within the newest attempt."""
+        newest = {s.worker: s for s in self.sessions if s.attempt == self.attempt}
+        return list(newest.values())
+
+    def column(self, name: str) -> np.ndarray:
+        """[steps] float64 of a scalar field, NaN where a record lacks it."""
+        return np.array([_float(record.get(name)) for record in self.steps], np.float64)
+
+    def state(self, now: float | None = None) -> str:
+        """running, finished, stopped (on request), failed, killed (left without a word), or empty (no events)."""
+        sessions = self.current()
+        if not sessions:
+            return "empty"
+        if any(s.error for s in sessions):
+            return "failed"
+        if all(s.ended for s in sessions):
+            return "finished" if not self.total_steps or self.done_steps >= self.total_steps else "stopped"
+        open_ones = [s for s in sessions if not s.ended]
+        now = time.time() if now is None else now
+        return "running" if all(_alive(s, self._patience(), now) for s in open_ones) else "killed"
+
+    def _patience(self) -> float:
+        """Seconds of silence after which a worker of another host counts as gone."""
+        gaps = np.diff([record["t"] for record in self.steps[-50:]])
+        return max(120.0, 10 * float(np.median(gaps))) if len(gaps) else 1800.0
+
+    def left_seconds(self) -> float | None:
+        """Time to the last step at the pace of the last records of this attempt; None if unknown."""
+        if not self.total_steps:
+            return None
+        begin = min((s.start for s in self.current()), default=0.0)
+        recent = [record for record in self.steps[-30:] if record["t"] >= begin]
+        if len(recent) < 2:
+            return None
+        pace = (recent[-1]["t"] - recent[0]["t"]) / (recent[-1]["step"] - recent[0]["step"])
+        return max(0, self.total_steps - self.done_steps) * pace
+
+    def elapsed_seconds(self) -> float:
+        """Time that workers were at it, over all attempts."""
+        spans = {}
+        for s in self.sessions:
+            begin, end = spans.get(s.attempt, (s.start, s.last))
+            spans[s.attempt] = (min(begin, s.start), max(end, s.last))
+        return sum(end - begin for begin, end in spans.values())
+
+    def checkpoints(self) -> list[int]:
+        """Steps of the complete checkpoints that are there now."""
+        return sorted(
+            int(path.name.removeprefix("step_"))
+            for path in (self.path / "checkpoints").glob("step_*")
+            if path.name.removeprefix("step_").isdigit() and (path / "state.json").is_file()
+        )
+
+    def decoded(self) -> list[tuple[str, dict[str, Any]]]:
+        """(name, content) of every evaluation that `draftsmith evaluate` left in evaluations/, oldest name first."""
+        found = []
+        for path in sorted((self.path / "evaluations").glob("*.json")):
+            try:
+                found.append((path.stem, json.loads(path.read_text(encoding="utf-8"))))
+            except ValueError:
+                continue  # being written
+        return found
+
+
+def read_run(path: Path, spans: bool = False) -> Run:
+    """The run in `path`. `spans`: keep span lines too (for timelines). Raises UserError if there is no run."""
+    return Follower(path, spans).poll()
+
+
+class Follower:
+    """Reads a run again and again, each time only what is new. Raises UserError if `path` is no run directory."""
+
+    def __init__(self, path: Path, spans: bool = False):
+        if not path.is_dir():
+            raise UserError(f"{path}: there is no such run directory")
+        if not (path / "config.json").is_file() and not (path / "events").is_dir():
+            raise UserError(f"{path}: is not a run directory (no config.json, no events)")
+        self.path, self._spans = path, spans
+        self._files: dict[Path, _File] = {}
+
+    def poll(self) -> Run:
+        """The run as of now."""
+        for path in sorted((self.path / "events").glob("*.jsonl")):
+            self._files.setdefault(path, _File(path, self._spans)).read()
+        sessions = tuple(session for file in self._files.values() for session in file.sessions)
+        return Run(
+            self.path,
+            _config(self.path),
+            sessions,
+            tuple(_in_order([s.steps for s in _writers(sessions, "steps")])),
+            tuple(_in_order([s.evaluations for s in _writers(sessions, "evaluations")])),
+        )
+
+
+class _File:
+    """One event file and how far it has been read."""
+
+    def __init__(self, path: Path, spans: bool):
+        self._path, self._spans, self._offset = path, spans, 0
+        self.sessions: list[Session] = []
+
+    def read(self) -> None:
+        with self._path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:  # replaced by a shorter copy
+                self._offset, self.sessions = 0, []
+            file.seek(self._offset)
+            data = file.read()
+        complete = data.rfind(b"\n") + 1  # the rest is a line being written, or one cut by a kill
+        self._offset += complete
+        for line in data[:complete].split(b"\n"):
+            if line.startswith(SPANS):
+                if self._spans and self.sessions and line.endswith(b"}"):
+                    self.sessions[-1].span_lines.append(line)
+            elif line:
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            return  # cut by a kill; the next attempt went on behind it
+        kind = values.pop("kind", None)
+        if kind == "open":
+            self.sessions.append(_session(self._path, values))
+        if not self.sessions:
+            return
+        session = self.sessions[-1]
+        session.last = max(session.last, values["t"])
+        if kind == "step":
+            session.steps.append(values)
+        elif kind == "busy":
+            session.busy.append(values)
+        elif kind == "evaluation":
+            session.evaluations.append(values)
+        elif kind == "counter":
+            session.counters.append(values)
+        elif kind == "note":
+            session.notes.append(values)
+        elif kind == "end":
+            session.ended, session.error = True, values["error"]
+
+
+def _session(path: Path, values: dict[str, Any]) -> Session:
+    return Session(
+        worker=path.stem,
+        host=values["host"],
+        role=values["role"],
+        index=values["index"],
+        attempt=values["attempt"],
+        pid=values["pid"],
+        start=values["t"],
+        clock_offset=values["clock_offset_seconds"],
+        total_steps=values["total_steps"],
+        about=values["about"],
+    )
+
+
+def _writers(sessions: tuple[Session, ...], what: str) -> list[Session]:
+    """Sessions whose records count, oldest attempt first: within an attempt one worker's, the lowest by index."""
+    chosen: dict[int, str] = {}
+    having = [s for s in sessions if getattr(s, what)]
+    for s in sorted(having, key=lambda s: (s.index, s.worker)):
+        chosen.setdefault(s.attempt, s.worker)
+    return sorted((s for s in having if chosen[s.attempt] == s.worker), key=lambda s: (s.attempt, s.start))
+
+
+def _in_order(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Records by rising step: one that goes back takes the later ones away, since the run did them again."""
+    out: list[dict[str, Any]] = []
+    for part in parts:
+        for record in part:
+            while out and out[-1]["step"] >= record["step"]:
+                out.pop()
+            out.append(record)
+    return out
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _float(value: Any) -> float:
+    return float("nan") if value is None else float(value)
+
+
+def _alive(session: Session, patience: float, now: float) -> bool:
+    """Its process is there (same host), or it wrote not long ago (another host)."""
+    if session.host != platform.node().split(".")[0]:
+        return now - session.last < patience
+    try:
+        os.kill(session.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's, but there
+    return _same_process(session.pid, session.start)
+
+
+def _same_process(pid: int, start: float) -> bool:
+    """The process is no zombie and began before `start`; True where /proc does not tell."""
+    try:
+        values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+    except (OSError, StopIteration):
+        return True
+    began = int(boot.split()[1]) + int(values[19]) / os.sysconf("SC_CLK_TCK")
+    return values[0] != "Z" and began < start + 5.0  # a younger one was given the number of a dead one

@@ -1,0 +1,175 @@
+"""Run directories written through the event log, with invented but plausible numbers, for tests of what reads them."""
+
+import json
+import math
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from draftsmith.events import EvaluationRecord, EventLog, StepRecord
+
+START = 1_750_000_000.0  # seconds since the epoch
+
+
+class Clock:
+    """Replaces the clocks, so that hours of a run are written in a moment."""
+
+    def __init__(self) -> None:
+        self.now_ns = int(START * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 1e9)
+
+
+@contextmanager
+def invented_time() -> Iterator[Clock]:
+    clock = Clock()
+    with (
+        patch("draftsmith.events.time.time_ns", lambda: clock.now_ns),
+        patch("draftsmith.events.time.monotonic_ns", lambda: clock.now_ns - int(1e15)),
+    ):
+        yield clock
+
+
+ABOUT = {
+    "device": "Invented GPU",
+    "corpus": {
+        "counts": {"rows_in": 1210, "kept": 1204, "rejected": {"too_long": 4, "no_supervised_token": 2}},
+        "histogram": {"64": 31, "128": 214, "256": 402, "512": 391, "1024": 133, "2048": 33},
+    },
+}
+
+
+def step_record(step: int, total: int, every: int, seconds: float, noise: random.Random, level: float) -> StepRecord:
+    """A log step somewhere on an invented course."""
+    part = step / total
+    loss = 2.1 + 6.5 * math.exp(-7 * part) - 0.3 * level + noise.gauss(0, 0.06)
+    first = 0.82 * (1 - math.exp(-6 * part)) + 0.01 * level
+    rate = 61_000 * level + noise.gauss(0, 900)
+    return StepRecord(
+        step=step,
+        loss=loss,
+        block_acceptance=1 + 2.4 * (1 - math.exp(-4 * part)),
+        slot_accuracy=[first * 0.86**k for k in range(7)],
+        lr=6e-4 * min(1.0, part / 0.04) * (0.5 + 0.5 * math.cos(math.pi * part)),
+        gradient_norm=0.4 + 3 * math.exp(-9 * part) + abs(noise.gauss(0, 0.05)),
+        skipped_updates=int(part > 0.3),
+        steps=every,
+        seconds=seconds,
+        tokens_per_second=rate,
+        block_tokens_per_second=rate * 4,
+        useful_tflops=rate / 61_000 * 248,
+        ceiling_tflops=612.0,
+        tokens_used_share=0.985,
+        anchors_used_share=0.97,
+        memory_bytes=int((37 + 0.4 * min(1, 30 * part)) * 2**30),
+        memory_total_bytes=80 * 2**30,
+        gpu_utilisation_percent=min(100.0, 96 + noise.gauss(0, 1.5)),
+        power_watts=612 + noise.gauss(0, 15),
+        recompiles=0,
+        replays=step * 8,
+    )
+
+
+def write_run(path: Path, total: int = 600, every: int = 5, level: float = 1.0, split: bool = True) -> Path:
+    """A finished run: trainer and (if `split`) two target workers, evaluations, notes, a decoded evaluation."""
+    noise = random.Random(total)
+    path.mkdir(parents=True)
+    write_config(path, lr=6e-4 * level)
+    with invented_time() as clock:
+        trainer = EventLog(path, "trainer" if split else "both", total_steps=total, about=ABOUT, host="box")
+        targets = [EventLog(path, "target", index=i, host="box") for i in range(2 if split else 0)]
+        trainer.note("600 steps of 8 x 4096 tokens and 1024 blocks of 8; 41.3 M trained parameters on cuda:0")
+        clock.sleep(21.0)
+        for step in range(every, total + 1, every):
+            begin = clock.now_ns
+            for unit in range((step - every) * 2, step * 2):
+                _unit(trainer, targets, clock, unit, noise)
+            trainer.step(step_record(step, total, every, (clock.now_ns - begin) / 1e9, noise, level))
+            for target in targets:
+                target.flush()
+            if step % (total // 12) == 0:
+                with trainer.span("evaluate", step=step):
+                    clock.sleep(2.0)
+                trainer.evaluation(evaluation_record(step, total, level))
+            if step % (total // 3) == 0:
+                with trainer.span("checkpoint", step=step):
+                    clock.sleep(0.8)
+                _checkpoint(path, step)
+        for log in (trainer, *targets):
+            log.close()
+    return path
+
+
+def _unit(trainer: EventLog, targets: list[EventLog], clock: Clock, unit: int, noise: random.Random) -> None:
+    at = clock.now_ns - int(1e15)
+    seconds = 0.10 + abs(noise.gauss(0, 0.006))
+    wait = 0.012 + abs(noise.gauss(0, 0.008)) if targets else 0.0
+    for i, target in enumerate(targets):
+        if unit % len(targets) == i:
+            target.add_span("prefill", at - int(0.15e9), at + int((seconds - 0.05) * 1e9), unit=unit)
+            target.add_span("wait_slot", at - int(0.17e9), at - int(0.15e9), unit=unit)
+    if targets:
+        with trainer.span("wait_taps", unit=unit):
+            clock.sleep(wait)
+    else:
+        with trainer.span("prefill", unit=unit):
+            clock.sleep(0.03)
+    with trainer.span("step", unit=unit):
+        clock.sleep(seconds)
+    if unit % 2:
+        with trainer.span("all_reduce", unit=unit):
+            clock.sleep(0.006)
+
+
+def evaluation_record(step: int, total: int, level: float) -> EvaluationRecord:
+    part = step / total
+    first = 0.80 * (1 - math.exp(-5 * part)) * (0.9 + 0.1 * level)
+    positions = [first * 0.84**k for k in range(7)]
+    return EvaluationRecord(
+        step=step,
+        acceptance_length=1 + sum(positions) * 0.97,
+        acceptance_length_micro=1 + sum(positions),
+        acceptance_per_position=positions,
+        responses=48,
+        cycles=1800,
+        loss=2.3 + 5 * math.exp(-6 * part),
+    )
+
+
+def write_config(path: Path, lr: float = 6e-4) -> None:
+    recipe = {
+        "target": {"model": "SmolLM2-135M-Instruct", "taps": [1, 8, 15, 22, 28], "mask_token": 3},
+        "data": {"corpus": "corpora/chat"},
+        "drafter": {"kind": "dflash", "layers": 2, "block": 8},
+        "unit": {"tokens": 4096, "anchors": 1024, "per_step": 8},
+        "optim": {"lr": lr, "steps": 600, "betas": [0.9, 0.999]},
+        "run": {"seed": 0, "mode": "graph"},
+    }
+    provenance = {
+        "versions": {"draftsmith": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0"},
+        "python": "3.12.4",
+        "machine": "Linux x86_64, 16 CPUs",
+        "host": "box",
+        "git": "f1e75c3",
+        "argv": ["draftsmith", "train", "recipe.toml"],
+    }
+    (path / "config.json").write_text(json.dumps({"recipe": recipe, "attempt": 0, "provenance": provenance}))
+
+
+def _checkpoint(path: Path, step: int) -> None:
+    directory = path / "checkpoints" / f"step_{step}"
+    directory.mkdir(parents=True)
+    (directory / "state.json").write_text("{}")
+
+
+def dead_pid() -> int:
+    """The number of a process that has ended and been waited for."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
