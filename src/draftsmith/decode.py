@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from draftsmith.caches import DraftCache, TargetCache, causal_masks
+from draftsmith.caches import DraftCache, TargetCache, attention_kinds, causal_masks
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.step import Tables
 from draftsmith.unit import hash64
@@ -67,6 +67,7 @@ class Decoder:
         self.block_size = (block_size or drafter.shape.block_size) if drafter else 1
         if drafter and not 2 <= self.block_size <= drafter.shape.block_size:
             raise ValueError(f"block size {block_size} is not in 2..{drafter.shape.block_size}, as trained")
+        attention_kinds(model.config)  # refuses targets that cannot take tokens back
         self.device, self.dtype = model.device, model.dtype
         self.slots = torch.arange(self.block_size, device=self.device)
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -103,7 +104,7 @@ class Decoder:
             )  # fmt: skip
             logits = logits[torch.arange(last - first), torch.from_numpy(picked).to(self.device)]  # [p, V]
             if sampling.temperature > 0:
-                draws = batch.draws(sampling.seed, 1, slice(first, last))[:, 2, 0]
+                draws = batch.draws(sampling.seed, 1, ends, slice(first, last))[:, 2, 0]
                 token = _pick(_probabilities(logits, sampling.temperature), draws)
             else:
                 token = logits.argmax(-1)
@@ -117,7 +118,7 @@ class Decoder:
         positions = batch.start_on_device[:, None] + self.slots  # [P, B]
         sizes = np.minimum(self.block_size, batch.limit - batch.start)  # tokens to verify: near the limit less than B
         verify = torch.from_numpy(sizes).to(self.device)
-        draws = batch.draws(sampling.seed, self.block_size) if sampling.temperature > 0 else None
+        draws = batch.draws(sampling.seed, self.block_size, batch.start) if sampling.temperature > 0 else None
         block = batch.ids.gather(1, positions)  # slots after the anchor hold leftovers until drafted
         draft_probabilities = None
         if self.drafter:
@@ -218,14 +219,14 @@ class _Batch:
         """Cache length that this cycle's blocks reach."""
         return int(self.start.max()) + self.block_size
 
-    def draws(self, seed: int, width: int, rows: slice = slice(None)) -> Tensor:
+    def draws(self, seed: int, width: int, anchors: np.ndarray, rows: slice = slice(None)) -> Tensor:
         """Uniform numbers in [0, 1), [p, 3, width] float64: to draw drafts, to accept them, to draw the bonus (column 0).
 
-        A pure function of seed, the prompt's number, the anchor's position and the slot.
+        A pure function of seed, the prompt's number, the anchor's position [p], never used twice, and the slot.
         """
         counters = np.arange(3 * width, dtype=np.uint64)
-        anchors = self.start[rows].astype(np.uint64) << np.uint64(16)
-        hashed = [hash64(seed, _DRAWS ^ n, a | counters) for n, a in zip(self.numbers[rows], anchors, strict=True)]
+        places = anchors.astype(np.uint64) << np.uint64(16)
+        hashed = [hash64(seed, _DRAWS ^ n, a | counters) for n, a in zip(self.numbers[rows], places, strict=True)]
         values = (np.stack(hashed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return torch.from_numpy(values.reshape(-1, 3, width)).to(self.ids.device)
 
