@@ -30,14 +30,6 @@ class RunDirectory:
     path: Path
     attempt: int
 
-    @property
-    def events(self) -> Path:
-        return self.path / "events"
-
-    @property
-    def plans(self) -> Path:
-        return self.path / "plans"
-
 
 def open_run(path: Path, config: Config, resume: bool) -> RunDirectory:
     """Start a run in a new directory, or go on in an old one; the recipe must be the old one's but for MAY_CHANGE."""

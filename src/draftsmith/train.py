@@ -102,6 +102,7 @@ def set_up(config: Config, run_path: Path, resume: bool, console: Console) -> tu
         checkpoint_activations=config.run.checkpoint_activations,
     )  # fmt: skip
     if found:
+        check_unit_law(found[-1])
         checkpoint.restore(found[-1], step)
         console.note(f"resumed from {found[-1].path}")
     plan = Plan(found[-1].step if found else 0, total_steps(config, units), config.unit.per_step)
@@ -109,8 +110,15 @@ def set_up(config: Config, run_path: Path, resume: bool, console: Console) -> tu
         f"{plan.total} steps of {plan.per_step} x {shape.tokens} tokens and {shape.anchors} blocks of "
         f"{shape.block_size}; {step.flat.total / 1e6:.1f} M trained parameters on {device}"
     )
-    events = EventLog(run.path, role="both", attempt=run.attempt)
+    events = EventLog(run.path, role="both", attempt=run.attempt, total_steps=plan.total)
     return Workshop(config, run, units, evaluation, target, step, events, console), plan
+
+
+def check_unit_law(found: checkpoint.Checkpoint) -> None:
+    """A run goes on only under the unit law it began with, else it would see other units."""
+    law = found.state.get("unit_law")
+    if law != UNIT_LAW:
+        raise UserError(f"{found.path}: was trained under unit law {law}, this version has {UNIT_LAW}; start a new run")
 
 
 def automatic_device() -> str:
@@ -171,10 +179,11 @@ def log(shop: Workshop, plan: Plan, done: int, interval: Interval) -> None:
         step=done,
         loss=stats.loss,
         block_acceptance=stats.block_acceptance,
-        slot_accuracy=stats.slot_accuracy,
+        slot_accuracy=list(stats.slot_accuracy),
         lr=learning_rate(done - 1, plan.total, shop.config.optim),
         gradient_norm=stats.gradient_norm,
         skipped_updates=stats.skipped_total,
+        steps=interval.steps,
         seconds=seconds,
         tokens_per_second=interval.tokens / seconds,
         block_tokens_per_second=block_tokens / seconds,
@@ -206,7 +215,7 @@ def evaluate_held_out(shop: Workshop, done: int) -> float | None:
                     shop.target.prefill(static.ids, static.positions, static.documents, static.taps)
                 lengths = shop.step.accepted_lengths()[: unit.anchors_used].tolist()
                 accepted.update(zip(unit.anchors.tolist(), lengths, strict=False))
-            walks += walk_row(shop.units, chunks[0], accepted)
+            walks += walk_row(accepted)
     if not walks:
         return None
     summary = Walk.summary(walks, shop.units.shape.block_size)

@@ -1,0 +1,149 @@
+"""The colocated run on a tiny target: prepare -> init -> train -> resume, and every refusal before it starts."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy import toy_conversations, toy_target
+
+from draftsmith import checkpoint, config
+from draftsmith.data.options import PrepareOptions
+from draftsmith.data.prepare import prepare
+from draftsmith.errors import UserError
+from draftsmith.init import write_recipe
+from draftsmith.options import InitOptions
+from draftsmith.run import EXIT_DONE, EXIT_STOPPED
+from draftsmith.train import train
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with target/, corpus/ and recipe.toml."""
+    place = tmp_path_factory.mktemp("run")
+    toy_target(place / "target")
+    toy_conversations(place / "chat.jsonl")
+    prepare(
+        PrepareOptions(
+            sources=(str(place / "chat.jsonl"),), model=str(place / "target"), out=place / "corpus", held_out=0.1
+        )
+    )
+    write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
+    return place
+
+
+def recipe(place: Path, steps: int = 20, **keys) -> config.Config:
+    c = config.load(place / "recipe.toml")
+    run = {"threads": 1, "log_every": 5, "evaluate_every": 10, "save_every": 100, "stop_after": 0}
+    run |= {k: v for k, v in keys.items() if k in {f for f in config.RunConfig.__dataclass_fields__}}
+    return replace(
+        c,
+        unit=replace(c.unit, tokens=512, anchors=32, per_step=keys.get("per_step", 2)),
+        optim=replace(c.optim, steps=steps),
+        drafter=replace(c.drafter, layers=keys.get("layers", 1)),
+        run=replace(c.run, **run),
+    )
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = [
+        json.loads(line) for file in sorted((run / "events").glob("*.jsonl")) for line in file.read_text().splitlines()
+    ]
+    return {r["step"]: r["loss"] for r in rows if r["kind"] == "step"}
+
+
+def test_twenty_steps_equal_ten_and_ten_resumed_bitwise(place, tmp_path):
+    assert train(recipe(place), tmp_path / "whole") == EXIT_DONE
+    assert train(recipe(place, stop_after=10), tmp_path / "parts") == EXIT_STOPPED
+    assert train(recipe(place), tmp_path / "parts", resume=True) == EXIT_DONE
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        a, b = (load_file(tmp_path / run / "checkpoints/step_20" / file) for run in ("whole", "parts"))
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    found = checkpoint.list_checkpoints(tmp_path / "whole")
+    assert found[-1].state["acceptance_length"] >= 1.0
+    first, last = losses(tmp_path / "whole")[5], losses(tmp_path / "whole")[20]
+    assert last < first
+
+
+def test_accumulation_over_units_equals_the_sum_law(place, tmp_path):
+    """2 units a step and 1 unit a step see the same units in the same order; only the grouping differs."""
+    assert train(recipe(place, steps=4, per_step=1, log_every=1), tmp_path / "one") == EXIT_DONE
+    assert train(recipe(place, steps=2, per_step=2, log_every=1), tmp_path / "two") == EXIT_DONE
+    assert losses(tmp_path / "one").keys() == {1, 2, 3, 4} and losses(tmp_path / "two").keys() == {1, 2}
+
+
+def test_recipe_states_its_reasons_and_is_not_overwritten(place):
+    text = (place / "recipe.toml").read_text()
+    assert "mask_token = 260  #" in text and "gamma = 4.0  # as published" in text
+    with pytest.raises(UserError, match="exists already"):
+        write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
+
+
+def refused(place: Path, tmp_path: Path, c: config.Config, match: str, resume: bool = False) -> None:
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=match) as error:
+        train(c, tmp_path / "run", resume)
+    assert "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_refusals_before_anything_is_written(place, tmp_path):
+    good = recipe(place)
+    target, data = good.target, good.data
+    refused(place, tmp_path, replace(good, target=replace(target, model=str(tmp_path / "none"))), "none")
+    refused(place, tmp_path, replace(good, data=replace(data, corpus=str(place / "target"))), "not a prepared corpus")
+    refused(place, tmp_path, replace(good, target=replace(target, mask_token=None)), "mask_token is missing")
+    refused(place, tmp_path, replace(good, target=replace(target, mask_token=258)), "258")
+    refused(place, tmp_path, replace(good, target=replace(target, taps=(1, 99))), "99")
+    refused(place, tmp_path, replace(good, target=replace(target, template_options={"thinking": True})), "thinking")
+    refused(place, tmp_path, replace(good, unit=replace(good.unit, tokens=16)), "unit.tokens")
+    refused(place, tmp_path, good, "no run to resume", resume=True)
+    if not torch.cuda.is_available():
+        refused(place, tmp_path, replace(good, run=replace(good.run, device="cuda")), "no CUDA device")
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(place, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(place / "target", other)
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text().replace("<empty_output>", "<empty_outcome>"))
+    c = recipe(place)
+    with pytest.raises(UserError, match="prepared with the tokenizer"):
+        train(replace(c, target=replace(c.target, model=str(other))), tmp_path / "run")
+
+
+def test_a_run_directory_is_never_overwritten_and_a_resumed_recipe_stays(place, tmp_path):
+    run = tmp_path / "run"
+    assert train(recipe(place, steps=2, evaluate_every=0), run) == EXIT_DONE
+    with pytest.raises(UserError, match="already holds a run"):
+        train(recipe(place, steps=2), run)
+    with pytest.raises(UserError, match="optim.steps was 2 and is 4"):
+        train(recipe(place, steps=4), run, resume=True)
+    with pytest.raises(UserError, match="drafter.layers was 1 and is 2"):
+        train(recipe(place, steps=2, layers=2), run, resume=True)
+
+
+def test_sigterm_checkpoints_and_exits_3_and_resume_finishes(place, tmp_path):
+    c = recipe(place, steps=10_000, log_every=1, evaluate_every=0, save_every=10_000)
+    run = tmp_path / "run"
+    program = (
+        "import json, sys\nfrom pathlib import Path\nfrom draftsmith import config\nfrom draftsmith.train import train\n"
+        f"sys.exit(train(config.from_dict(json.loads({json.dumps(json.dumps(c.to_dict()))}), 'test'), Path({str(run)!r})))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env={**os.environ})
+    for line in process.stderr:
+        if line.startswith("step "):
+            break
+    process.terminate()
+    rest = process.stderr.read()
+    assert process.wait() == EXIT_STOPPED, rest
+    assert "go on with --resume" in rest
+    (saved,) = checkpoint.list_checkpoints(run)
+    assert saved.step >= 1
