@@ -76,15 +76,17 @@ class Decoder:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         stop_tokens: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         numbers: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """Decode one batch; `numbers` name the prompts' streams of random draws (default: their places)."""
-        if max_new_tokens < 1 or not all(len(p) for p in prompts):
+        """Decode one batch; `max_new_tokens` is one limit or one a prompt, `numbers` name the prompts' streams of random
+        draws (default: their places)."""
+        new = np.broadcast_to(np.asarray(max_new_tokens, np.int64), (len(prompts),))
+        if not all(len(p) for p in prompts) or (new < 1).any():
             raise ValueError("every prompt needs a token and max_new_tokens must be at least 1")
-        batch = _Batch(self, prompts, max_new_tokens, numbers)
+        batch = _Batch(self, prompts, new, numbers)
         self._prefill(batch, prompts, sampling)
         stops = np.array(sorted(set(stop_tokens)), np.int64)
         batch.retire(stops)
@@ -193,7 +195,9 @@ class Decoder:
 class _Batch:
     """Rows in flight: tokens, positions, caches; finished rows leave with their Generation."""
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], new: int, numbers: Sequence[int] | None):
+    def __init__(
+        self, decoder: Decoder, prompts: Sequence[Sequence[int]], new: np.ndarray, numbers: Sequence[int] | None
+    ):
         device, self.block_size = decoder.device, decoder.block_size
         self.rows = list(range(len(prompts)))  # index into results
         self.numbers = list(numbers) if numbers is not None else list(self.rows)

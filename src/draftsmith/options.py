@@ -61,7 +61,7 @@ class EvaluateOptions:
     revision: str | None = None
     """Hub revision of the target."""
     out: Path | None = None
-    """JSON file for all figures and texts."""
+    """JSON file for all figures and texts; default, for a run directory: a new file in its evaluations/."""
     max_new_tokens: int = 256
     """Longest answer in tokens."""
     temperature: float = 0.0
@@ -74,6 +74,8 @@ class EvaluateOptions:
     """Only the first prompts of each file."""
     block: int | None = None
     """Block size, at most the trained one."""
+    plain: bool = True
+    """Also decode without the drafter, to compare texts and speed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on CUDA, float32 on a CPU. Only float32 makes greedy outputs exactly comparable."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
