@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toy import random_corpus
 
 from draftsmith import checkpoint
 from draftsmith.config import LossConfig, OptimConfig
@@ -20,6 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.loss import Head
 from draftsmith.step import Tables, TrainStep, learning_rate
 from draftsmith.unit import UnitSequence, UnitShape
+from toy import random_corpus
 
 
 def make_step(layers: int = 1, seed: int = 0, **optim) -> TrainStep:

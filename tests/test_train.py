@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy import toy_conversations, toy_target
 
 from draftsmith import checkpoint, config
 from draftsmith.data.options import PrepareOptions
@@ -21,6 +20,7 @@ from draftsmith.init import write_recipe
 from draftsmith.options import InitOptions
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED
 from draftsmith.train import train
+from toy import toy_conversations, toy_target
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import MemoryCorpus, random_corpus
 
 from draftsmith.init import propose_unit
 from draftsmith.unit import (
@@ -21,6 +20,7 @@ from draftsmith.unit import (
     plan_epoch,
     valid_anchors,
 )
+from toy import MemoryCorpus, random_corpus
 
 
 def digest(unit) -> str:
