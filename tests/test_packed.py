@@ -83,7 +83,7 @@ def test_packed_equals_alone(target, layers, block, taps):
         losses, w, g = slot_losses(target, corpus, [index], shape, taps, layers)
         alone |= losses
         weights, gradients = weights + w, gradients + g
-    assert together.keys() == alone.keys() and len(together) > 250
+    assert together.keys() == alone.keys() and len(together) > 200
     np.testing.assert_allclose([together[k] for k in alone], list(alone.values()), rtol=2e-4, atol=2e-5)
     torch.testing.assert_close(weight, weights, rtol=1e-6, atol=1e-4)
     assert (gradient - gradients).norm() < 2e-4 * gradients.norm()
