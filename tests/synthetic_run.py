@@ -173,3 +173,52 @@ def dead_pid() -> int:
         os._exit(0)
     os.waitpid(pid, 0)
     return pid
+
+
+ANSWER = (
+    "Photosynthesis is the process by which plants turn light into chemical energy. In the leaves, chlorophyll absorbs "
+    "sunlight and uses it to split water; the oxygen leaves the plant, and the hydrogen joins carbon dioxide to form sugar. "
+    "The plant burns part of that sugar at night and stores the rest as starch.\n\nIn short:\n\n1. Light is absorbed.\n"
+    "2. Water is split into oxygen and hydrogen.\n3. Carbon dioxide becomes sugar."
+)
+QUESTIONS = (
+    "How does photosynthesis work? <b>Keep it short.</b>",
+    "Explain to a child why leaves are green & not blue.",
+)
+
+
+def write_evaluation(path: Path) -> None:
+    """evaluations/evaluation_001.json as `draftsmith evaluate` writes it, with texts cut at invented places."""
+    noise = random.Random(5)
+    samples = [_sample(name, question, noise) for name in ("chat", "code") for question in QUESTIONS]
+    figures = {
+        "answers": 2, "tokens": 176, "target_passes": 52, "acceptance_length": 3.41, "acceptance_length_vllm": 3.39,
+        "acceptance_per_position": [0.74, 0.58, 0.43, 0.30, 0.19, 0.10, 0.05], "target_passes_saved": 0.70,
+        "identical_to_plain_greedy": 1.0, "tokens_per_second": 88.2, "tokens_per_second_plain": 41.0, "speed_up": 2.15,
+    }  # fmt: skip
+    code = {**figures, "acceptance_length": 4.02, "acceptance_length_vllm": 4.0, "speed_up": 2.51}
+    result = {
+        "format": 1, "drafter": "runs/smol", "step": 600, "target": "SmolLM2-135M-Instruct", "block_size": 8,
+        "trained_block_size": 8, "device": "cpu", "dtype": "float32", "options": {"temperature": 0.0},
+        "all": {**figures, "answers": 4, "acceptance_length": 3.71}, "sets": {"chat": figures, "code": code},
+        "samples": samples,
+    }  # fmt: skip
+    folder = path / "evaluations"
+    folder.mkdir(exist_ok=True)
+    (folder / "evaluation_001.json").write_text(json.dumps(result))
+
+
+def _sample(name: str, question: str, noise: random.Random) -> dict[str, object]:
+    words = [w for w in ANSWER.replace("\n", " \n").split(" ")]
+    tokens = [words[0], *(w if w.startswith("\n") else " " + w for w in words[1:])]
+    runs, accepted, at = [["", tokens[0]]], [], 1
+    while at < len(tokens):
+        n = min(noise.choice((0, 1, 2, 2, 3, 4, 5, 7)), len(tokens) - at - 1)
+        runs.append(["".join(tokens[at : at + n]), tokens[at + n]])
+        accepted.append(n)
+        at += n + 1
+    return {
+        "set": name, "place": f"{name}.jsonl:1", "turn": 0, "question": question, "text": ANSWER, "prompt_tokens": 24,
+        "tokens": list(range(len(tokens))), "finish": "stop", "accepted": accepted, "committed": [n + 1 for n in accepted],
+        "runs": runs, "same_as_plain": True,
+    }  # fmt: skip

@@ -103,7 +103,7 @@ def run_view(run: Run, now: float) -> Panel:
     title = Text.assemble((f" {status.run} ", "bold"), (f" {status.state} ", f"reverse {style}"), " ")
     parts: list[RenderableType] = [_advance(status), Text(), _figures(run, status)]
     if any(worker.span_shares for worker in status.workers):
-        parts += [Text(), _workers(status)]
+        parts += [Text(), *_workers(status)]
     if status.error:
         parts += [Text(), Text(status.error, style="red")]
     notes = sorted((note["t"], note["text"]) for session in run.current() for note in session.notes)
@@ -168,8 +168,8 @@ def _ceiling(status: Status) -> str:
     return f"{status.useful_tflops / status.ceiling_tflops:.0%} of {status.ceiling_tflops:.3g}"
 
 
-def _workers(status: Status) -> Table:
-    """Each worker's last log steps as a bar of what it did."""
+def _workers(status: Status) -> tuple[Table, Text]:
+    """Each worker's last log steps as a bar of what it did, and the colours' meaning."""
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1, no_wrap=True)
@@ -183,8 +183,7 @@ def _workers(status: Status) -> Table:
         remark = f"last word {duration(worker.silent_seconds)} ago" if status.state == "running" else worker.state
         table.add_row(worker.worker, ShareBar(worker, styles), f"waits {worker.wait_share or 0:.0%}{slow}", remark)
     legend = Text("  ").join(Text(f"■ {name}", style=styles[name]) for name in names)
-    table.add_row("", legend, "", "")
-    return table
+    return table, legend
 
 
 class Spark:
