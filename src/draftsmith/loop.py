@@ -21,6 +21,17 @@ class Plan:
     per_step: int
     trainer: int = 0
     trainers: int = 1
+    evaluate_every: int = 0
+    rows: int = 0
+    """Held-out rows; row e is evaluated by trainer e mod R."""
+
+    def evaluates(self, done: int) -> bool:
+        """The held-out rows come after this many finished steps."""
+        return done == self.total or (self.evaluate_every > 0 and done % self.evaluate_every == 0)
+
+    def held_out(self) -> list[int]:
+        """This trainer's held-out rows."""
+        return [row for row in range(self.rows) if row % self.trainers == self.trainer]
 
     def units(self, step: int) -> list[int]:
         """This trainer's unit numbers of one optimizer step."""
