@@ -26,6 +26,11 @@ COMMANDS = {
     "train": Command("train a recipe", "options:TrainOptions", "train:main"),
     "evaluate": Command("draft-and-verify decoding: acceptance length", "options:EvaluateOptions", "evaluate:main"),
     "export": Command("write a layout that servers load", "options:ExportOptions", "export:main"),
+    "status": Command("how a run stands, for people or as JSON", "status:StatusOptions", "status:main"),
+    "watch": Command("follow runs live in the terminal", "watch:WatchOptions", "watch:main"),
+    "report": Command("one HTML page with a run's plots, or several runs'", "report:ReportOptions", "report:main"),
+    "trace": Command("all workers' spans for Perfetto", "trace:TraceOptions", "trace:main"),
+    "sink": Command("hand a run's metrics to TensorBoard or W&B", "sinks:SinkOptions", "sinks:main"),
 }
 
 

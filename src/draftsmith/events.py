@@ -115,7 +115,7 @@ class EventLog:
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._clock_ns = time.time_ns() - time.monotonic_ns()
         self._spans: deque[tuple[str, int, int, dict[str, Any] | None]] = deque()
-        self._interval_start_ns = time.monotonic_ns()
+        self._interval_start_ns: int | None = None
         self._cut, self._warned = self._ends_cut(), False
         self._write(
             kind="open",
@@ -192,10 +192,13 @@ class EventLog:
         for name, spans in by_name.items():
             self._write(kind="spans", name=name, **self._columns(spans))
         if sums:
-            seconds = (now - self._interval_start_ns) / 1e9
+            begin = min(
+                start for spans in by_name.values() for start, _, _ in spans
+            )  # loading is not part of the first
+            seconds = (now - (self._interval_start_ns or begin)) / 1e9
             counts = {name: len(spans) for name, spans in by_name.items()}
             self._write(kind="busy", t=self.seconds(now), seconds=seconds, span_seconds=sums, span_counts=counts)
-        self._interval_start_ns = now
+            self._interval_start_ns = now
         waiting = sum(value for name, value in sums.items() if name.startswith(WAIT_PREFIX))
         return sum(sums.values()) - waiting, waiting
 

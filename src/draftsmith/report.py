@@ -127,7 +127,7 @@ def _overview(statuses: Sequence[Status]) -> Table:
             _or_dash(s.best_step, "{:,}"), _or_dash(s.acceptance_length, "{:.3f}"), _or_dash(s.loss, "{:.4f}"),
             number(s.tokens_per_second), _or_dash(share, "{:.0%}"),
         ))  # fmt: skip
-    return Table("Runs", head, tuple(rows))
+    return Table("Runs", head, tuple(rows), left=2)
 
 
 def _or_dash(value: float | None, form: str) -> str:
@@ -141,7 +141,7 @@ def _comparison(label: str, runs: Sequence[Run], values: Sequence[dict[str, Any]
     order = differing + [key for key in keys if key not in differing]
     rows = tuple((key, *(_value(part.get(key)) for part in values)) for key in order)
     head = ("key", *(("value",) if len(runs) == 1 else (run.name for run in runs)))
-    return Table(label, head, rows, frozenset(range(len(differing))), numbers=False)
+    return Table(label, head, rows, frozenset(range(len(differing))), left=len(head))
 
 
 def _value(value: Any) -> str:
@@ -155,6 +155,9 @@ def _environment(run: Run) -> dict[str, Any]:
     versions = provenance.pop("versions", {})
     argv = provenance.pop("argv", None)
     facts = {**provenance, **{f"version of {name}": version for name, version in versions.items()}}
+    if run.steps:
+        newest = {name: run.steps[-1].get(name) for name in ("recompiles", "replays", "skipped_updates")}
+        facts |= {f"{name} in all": value for name, value in newest.items() if value is not None}
     if argv:
         facts["command"] = " ".join([Path(argv[0]).name, *argv[1:]])
     for session in run.current():
@@ -186,7 +189,7 @@ def scroll_table(table: Table) -> str:
     """A table as HTML that scrolls sideways by itself on narrow screens and by keyboard."""
 
     def cell(tag: str, column: int, text: str, more: str = "") -> str:
-        kind = "n" if table.numbers and column else "value" if column else "key" if not table.numbers else ""
+        kind = "n" if column >= table.left else "value" if column else "key"
         return f'<{tag}{more} class="{kind}">{html.escape(text)}</{tag}>'
 
     head = "".join(cell("th", i, text, ' scope="col"') for i, text in enumerate(table.head))

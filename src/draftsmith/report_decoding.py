@@ -79,7 +79,7 @@ def _positions(key: str, columns: dict[str, dict[str, Any]]) -> Figure | None:
     if not width:
         return None
     last = list(shares.values())[-1]
-    reading = f"The first draft is accepted in {last[0]:.1f} % of the passes, draft {width} in {last[-1]:.1f} %."
+    reading = f"The first draft is accepted in {last[0]:.1f}% of the passes, draft {width} in {last[-1]:.1f}%."
     labels = [str(k + 1) for k in range(width)]
     title = "Acceptance by position"
     return bars(f"{key}_positions", title, "% of passes", labels, shares, reading, "drafts accepted, at least")
@@ -93,7 +93,7 @@ def _histogram(key: str, samples: list[dict[str, Any]]) -> Figure | None:
     labels = list(range(max(counts) + 1))
     total = counts.total()
     values = {"passes": [100 * counts[n] / total for n in labels]}
-    reading = f"{100 * counts[0] / total:.1f} % of {total:,} passes accept no draft; the longest run is {max(counts)}."
+    reading = f"{100 * counts[0] / total:.1f}% of {total:,} passes accept no draft; the longest run is {max(counts)}."
     title = "Accepted drafts a pass"
     return bars(f"{key}_accepted", title, "% of passes", [str(n) for n in labels], values, reading, "drafts accepted")
 

@@ -31,13 +31,13 @@ SPAN_ORDER = ("step", "prefill", "pull", "all_reduce", "update", "evaluate", "ch
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page. `differs`: rows to tint; `numbers`: align all columns but the first to the right."""
+    """A table of the page. `differs`: rows to tint; `left`: columns aligned left, the others hold numbers."""
 
     label: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     differs: frozenset[int] = frozenset()
-    numbers: bool = True
+    left: int = 1
 
 
 @dataclass(frozen=True)
@@ -107,17 +107,13 @@ def bars(
     series: dict[str, Sequence[float]],
     reading: str,
     x_title: str,
+    colors: Sequence[str] = SERIES,
 ) -> Figure:
     """Grouped bars, a series a colour."""
     plot = go.Figure(layout=_layout(unit, legend=len(series) > 1))
     for i, (name, values) in enumerate(series.items()):
-        plot.add_bar(
-            x=list(labels),
-            y=_plain(values),
-            name=name,
-            marker_color=SERIES[i % len(SERIES)],
-            hovertemplate="%{y:,.4~g}",
-        )
+        marker = {"color": colors[i % len(colors)], "line": {"width": 0}}
+        plot.add_bar(x=list(labels), y=_plain(values), name=name, marker=marker, hovertemplate="%{y:,.4~g}")
     plot.update_layout(bargap=0.25, barmode="group")
     plot.update_xaxes(title_text=x_title, type="category", tickformat="")
     plot.update_yaxes(rangemode="tozero")
@@ -137,10 +133,11 @@ def worker_shares(key: str, sessions: Sequence[Session]) -> Figure | None:
         shares = [100 * totals[w][1].get(name, 0.0) / totals[w][0] for w in workers]
         plot.add_bar(
             y=workers, x=_plain(shares), name=name, orientation="h",
-            marker={"color": span_color(name, names), "pattern": _pattern(name)}, hovertemplate=f"{name}: %{{x:.1f}} %",
+            marker={"color": span_color(name, names), "pattern": _pattern(name), "line": {"width": 0}},
+            hovertemplate=f"{name}: %{{x:.1f}}%",
         )  # fmt: skip
     plot.update_layout(barmode="stack", bargap=0.35, height=110 + 34 * len(workers), hovermode="closest")
-    plot.update_xaxes(ticksuffix=" %", range=[0, 100], title_text=None)
+    plot.update_xaxes(ticksuffix="%", range=[0, 100], title_text=None)
     plot.update_yaxes(title_text=None, showgrid=False, automargin=True)
     rows = tuple(
         (w, *(f"{totals[w][1].get(n, 0.0) / totals[w][0]:.1%}" for n in names), f"{totals[w][0]:,.0f} s")
@@ -159,7 +156,7 @@ def _who_waits(shares: dict[str, float]) -> str:
     most = max(shares, key=lambda worker: shares[worker])
     if shares[most] < 0.0005:
         return "No worker waited for another."
-    return f"{most} waits most: {shares[most]:.1%} of its time."
+    return f"Waits most: {most}, {shares[most]:.1%} of its time."
 
 
 def timeline(key: str, sessions: Sequence[Session], seconds: float) -> Figure | None:
@@ -189,7 +186,7 @@ def timeline(key: str, sessions: Sequence[Session], seconds: float) -> Figure | 
     plot.update_layout(barmode="overlay", bargap=0.3, height=120 + 38 * len(workers), hovermode="closest")
     plot.update_xaxes(range=[0, (end - begin) * 1e3], title_text="ms", showgrid=True)
     plot.update_yaxes(categoryorder="array", categoryarray=workers, showgrid=False, automargin=True, title_text=None)
-    reading = f"{end - begin:.3g} seconds from the middle of the run; `draftsmith trace` shows all of it in Perfetto."
+    reading = f"{end - begin:.3g} seconds from the middle of the run; draftsmith trace shows all of it."
     rows = tuple(
         (name, f"{len(found[name])}", f"{np.median([s[2] for s in found[name]]) * 1e3:,.4g} ms") for name in names
     )
@@ -250,11 +247,11 @@ def thin(x: np.ndarray, y: np.ndarray, points: int = POINTS) -> tuple[np.ndarray
 
 
 def smooth(y: np.ndarray, share: float = 0.03) -> np.ndarray:
-    """Running mean over the last `share` of the course's length."""
-    width = max(1, round(len(y) * share))
+    """Centred running mean over `share` of the course's length, over what there is of it at the ends."""
+    half = round(len(y) * share / 2)
     sums = np.cumsum(np.concatenate(([0.0], y)))
-    ends = np.arange(1, len(y) + 1)
-    begins = np.maximum(0, ends - width)
+    at = np.arange(len(y))
+    begins, ends = np.maximum(0, at - half), np.minimum(len(y), at + half + 1)
     return (sums[ends] - sums[begins]) / (ends - begins)
 
 
@@ -269,7 +266,7 @@ def _layout(unit: str, legend: bool) -> go.Layout:
         font={"color": INK, "size": 12, "family": "system-ui, sans-serif"},
         hovermode="x unified",
         showlegend=legend,
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "itemsizing": "constant"},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
         xaxis={**axis, "showgrid": False, "tickformat": "~s", "title": {"standoff": 6}},
         yaxis={**axis, "title": {"text": unit, "standoff": 6}, "automargin": True},
     )

@@ -1,7 +1,7 @@
 """What the report shows of one run or of several side by side: sections of figures with the sentences that introduce them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -118,10 +118,11 @@ def positions(runs: Sequence[Run]) -> list[Figure | None]:
         shares = {f"step {e['step']:,}": e["acceptance_per_position"] for e in picked.values()}
     percent = {name: [100 * v for v in values] + [0.0] * (width - len(values)) for name, values in shares.items()}
     labels = [str(k + 1) for k in range(width)]
-    last = list(percent.values())[-1]
-    reading = f"The first draft is accepted in {last[0]:.1f} % of the passes, draft {width} in {last[-1]:.1f} %."
+    whose, last = list(percent.items())[-1]
+    reading = f"{whose}: the first draft is accepted in {last[0]:.1f}% of the passes, draft {width} in {last[-1]:.1f}%."
     title = "Acceptance by position"
-    chart = bars("positions", title, "% of passes", labels, percent, reading, "drafts accepted, at least")
+    colors = SERIES if len(runs) > 1 else (FAINT, SERIES[5], SERIES[0])[-len(percent) :]
+    chart = bars("positions", title, "% of passes", labels, percent, reading, "drafts accepted, at least", colors)
     return [chart, *([positions_over_time(runs[0])] if len(runs) == 1 and len(runs[0].evaluations) > 1 else [])]
 
 
@@ -145,14 +146,17 @@ def _ramp_lines(key: str, title: str, unit: str, steps: np.ndarray, table: np.nd
     """table [steps, positions]: a line a position, colours from the first to the last."""
     colors, dark = ramp(table.shape[1])
     courses = [Line(f"{k + 1}", steps, table[:, k], colors[k], dots=len(steps) < 40) for k in range(table.shape[1])]
-    reading = f"Position 1 went from {table[0, 0]:.1f} % to {table[-1, 0]:.1f} %, position {table.shape[1]} "
-    reading += f"from {table[0, -1]:.1f} % to {table[-1, -1]:.1f} %."
+    reading = f"Position 1 went from {table[0, 0]:.1f}% to {table[-1, 0]:.1f}%, position {table.shape[1]} "
+    reading += f"from {table[0, -1]:.1f}% to {table[-1, -1]:.1f}%."
     return lines(key, title, unit, courses, reading, zero=True, dark=dark)
 
 
 def gradient(runs: Sequence[Run]) -> Figure | None:
     skipped = [int(run.steps[-1].get("skipped_updates") or 0) if run.steps else 0 for run in runs]
-    said = [f"{_prefix(runs, run)}updates skipped: {n}." for run, n in zip(runs, skipped, strict=True)]
+    said = [
+        f"{_prefix(runs, run)}{n or 'no'} {'update' if n == 1 else 'updates'} skipped."
+        for run, n in zip(runs, skipped, strict=True)
+    ]
     return _courses(runs, "gradient", "Gradient norm", "before clipping", "gradient_norm", " ".join(said))
 
 
@@ -160,7 +164,7 @@ def learning_rate(runs: Sequence[Run]) -> Figure | None:
     reading = [
         f"{_prefix(runs, run)}highest {np.nanmax(lr):.2e}." for run in runs if np.isfinite(lr := run.column("lr")).any()
     ]
-    return _courses(runs, "lr", "Learning rate", "", "lr", " ".join(reading), tickformat=".0e")
+    return _courses(runs, "lr", "Learning rate", "", "lr", " ".join(reading), tickformat="~g")
 
 
 def speed(runs: Sequence[Run]) -> list[Figure | None]:
@@ -202,7 +206,7 @@ def _used(runs: Sequence[Run]) -> Figure | None:
     if not np.isfinite(tokens).any() or not np.isfinite(anchors).any():
         return None
     courses = [Line("tokens", steps, tokens, SERIES[0]), Line("anchor slots", steps, anchors, SERIES[1])]
-    reading = f"Tokens used {np.nanmean(tokens):.1f} %, anchor slots used {np.nanmean(anchors):.1f} % on average."
+    reading = f"Tokens used {np.nanmean(tokens):.1f}%, anchor slots used {np.nanmean(anchors):.1f}% on average."
     return lines("used", "How full units are", "% used", courses, reading)
 
 
@@ -220,7 +224,7 @@ def _stretch(run: Run) -> float:
 
 
 def _titled(figure: Figure, run: Run) -> Figure:
-    return Figure(**{**vars(figure), "title": f"{figure.title}: {run.name}"})
+    return replace(figure, title=f"{figure.title}: {run.name}")
 
 
 def memory(runs: Sequence[Run]) -> list[Figure | None]:
@@ -268,7 +272,8 @@ def lengths(runs: Sequence[Run]) -> Figure | None:
         series = {"all runs": next(iter(series.values()))}
     labels = [f"{bound // 2 + 1:,}–{bound:,}" if bound > 1 else "1" for bound in bounds]
     total = {name: sum(values) for name, values in series.items()}
-    reading = " ".join(f"{name}: {count:,.0f} documents." for name, count in total.items())
+    alone = len(runs) == 1
+    reading = " ".join(f"{'' if alone else f'{name}: '}{count:,.0f} documents." for name, count in total.items())
     return bars("lengths", "Length of documents", "documents", labels, series, reading, "tokens")
 
 
@@ -283,7 +288,9 @@ def cards(run: Run, status: Status) -> list[tuple[str, str, str]]:
     total = f"of {status.total_steps:,}" if status.total_steps else ""
     out.append(("Steps", f"{status.step:,}", total))
     left = (
-        f"{duration(status.left_seconds)} left" if status.left_seconds is not None else f"attempts: {run.attempt + 1}"
+        f"{duration(status.left_seconds)} left"
+        if status.left_seconds is not None
+        else f"{run.attempt + 1} {'attempt' if run.attempt == 0 else 'attempts'}"
     )
     out.append(("Time", duration(status.elapsed_seconds), left))
     rate, useful, ceiling = (run.column(f) for f in ("tokens_per_second", "useful_tflops", "ceiling_tflops"))
@@ -330,4 +337,5 @@ def _prefix(runs: Sequence[Run], run: Run) -> str:
 
 
 def _some(figures: Sequence[Figure | None]) -> tuple[Figure, ...]:
-    return tuple(figure for figure in figures if figure)
+    """Those there are, each with a reading that begins like a sentence."""
+    return tuple(replace(f, reading=f.reading[:1].upper() + f.reading[1:]) for f in figures if f)

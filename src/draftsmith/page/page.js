@@ -29,6 +29,9 @@
       bordercolor: style.getPropertyValue("--line").trim(),
       font: { color: style.getPropertyValue("--ink").trim() },
     };
+    if (place.clientWidth < 480 && plot.layout.showlegend) {
+      plot.layout.height += 24 * Math.max(0, Math.ceil(plot.data.length / 2) - 1); /* the legend takes more lines */
+    }
     plot.layout.dragmode = coarse.matches ? false : "zoom"; /* a finger scrolls the page, a mouse zooms */
     await Plotly.react(place, plot.data, plot.layout, { responsive: true, displayModeBar: false });
     if (!place.dataset.drawn) state.drawn += 1;
