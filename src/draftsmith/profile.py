@@ -1,0 +1,44 @@
+"""`train --profile FIRST:LAST`: torch's profiler over a few steps, written where `draftsmith trace` finds it."""
+
+from pathlib import Path
+
+from draftsmith.errors import UserError
+
+
+class StepProfiler:
+    """Profiles the steps `first`..`last` (both included, 1 = the first step) of one worker; nothing if `steps` is None.
+
+    Writes RUN/profiles/WORKER.json.gz, a Chrome trace on the wall clock. Raises UserError for a malformed `steps`.
+    """
+
+    def __init__(self, run: Path, worker: str, steps: str | None):
+        self._path = run / "profiles" / f"{worker}.json.gz"
+        self._first, self._last = _range(steps) if steps else (0, -1)
+        self._profiler = None
+
+    def before(self, step: int) -> None:
+        """Call before step `step` begins, and once more with the number after the last step to end a profile there."""
+        if step == self._first and self._profiler is None and self._first <= self._last:
+            from torch.profiler import profile
+
+            self._profiler = profile(record_shapes=False, with_stack=False)
+            self._profiler.start()
+        elif step > self._last and self._profiler is not None:
+            self.close()
+
+    def close(self) -> None:
+        """End a profile that is under way and write it."""
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._path))
+        self._profiler = None
+
+
+def _range(steps: str) -> tuple[int, int]:
+    """ "20:25" -> (20, 25); "20" -> (20, 20)."""
+    first, _, last = steps.partition(":")
+    if not first.isdigit() or not (last or first).isdigit() or int(first) < 1 or int(last or first) < int(first):
+        raise UserError(f"--profile {steps!r}: give FIRST:LAST, steps counted from 1, e.g. 20:25")
+    return int(first), int(last or first)
