@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.target_facts import describe, gguf_file
+from draftsmith.target_facts import describe, first_line, gguf_file
 
 # Special tokens that chat never produces although the tokenizer knows them, most wanted first.
 RESERVED = re.compile(
@@ -100,5 +100,4 @@ def load_tokenizer(directory: Path):
     try:
         return AutoTokenizer.from_pretrained(directory, **({"gguf_file": gguf.name} if gguf else {}))
     except (ValueError, OSError, KeyError, TypeError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{directory}: no tokenizer that transformers can load: {line}") from None
+        raise UserError(f"{directory}: no tokenizer that transformers can load: {first_line(error)}") from None

@@ -4,65 +4,109 @@ Tap L is the OUTPUT of decoder layer L (0-based), before any final norm (z-lab's
 for every layer but the last). Each document of a packed row attends to itself alone. No logits are ever computed.
 """
 
-import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
 from draftsmith.mask_token import check_mask_token, find_mask_token, unused_rows
-from draftsmith.target_attention import PACKED, Packing, attach, register
+from draftsmith.target_attention import PACKED, DocumentLoop, Kernel, attach, register
 from draftsmith.target_facts import TargetFacts, describe, read_config
+from draftsmith.target_fuse import fuse_siblings
+from draftsmith.target_kernels import FlexBlocks, VarlenFlash
+from draftsmith.target_load import find_layers, is_quantized, load_decoder
+from draftsmith.target_proof import Survey, prove, survey
+from draftsmith.target_run import FixedShape
 from draftsmith.weights import last_layers, load_tables
 
 __all__ = [
-    "Target", "TargetFacts", "check_mask_token", "describe", "find_mask_token", "last_layers", "load_tables", "unused_rows",
+    "RowPlan", "Target", "TargetFacts", "check_mask_token", "describe", "find_mask_token", "last_layers", "load_tables",
+    "unused_rows",
 ]  # fmt: skip
 
-log = logging.getLogger(__name__)
+BUCKETS = (256, 1024, 4096)  # lengths, besides the row's own, of families that run document by document
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The fixed shape of the rows to come."""
+
+    tokens: int
+    documents: int
+    """Most documents of a row."""
+    longest: int
+    """Longest document."""
 
 
 class Target:
     """Embedding and decoder layers 0..last tap of one model on one device."""
 
-    def __init__(self, decoder: nn.Module, taps: tuple[int, ...], packing: Packing, notes: list[str]):
-        self.decoder, self.taps, self.packing, self.notes = decoder, taps, packing, notes
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, taps: tuple[int, ...], device: torch.device):
+        self.decoder, self.taps, self.device = decoder, taps, device
+        self.notes: list[str] = []
+        self.packed = True
+        self.kernel: Kernel = DocumentLoop()
         self._outputs: dict[int, Tensor] = {}
+        self._runs: dict[int, FixedShape] = {}
         for index in set(taps):
-            decoder.layers[index].register_forward_hook(self._keep(index))
+            layers[index].register_forward_hook(self._keep(index))
 
     @classmethod
     def load(
-        cls, directory: Path, taps: tuple[int, ...], dtype: torch.dtype, device: torch.device | str,
-        trust_remote_code: bool = False,
+        cls, directory: Path, taps: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, *,
+        mode: str = "eager", rows: RowPlan | None = None, kernel: str = "auto", trust_remote_code: bool = False,
     ) -> "Target":  # fmt: skip
-        """Read what the taps need of the model in `directory`; UserError when a tensor is missing or does not fit."""
-        from transformers import MODEL_MAPPING
+        """Read what the taps need of the model in `directory`, and prove that documents of a packed row stay apart.
 
+        mode: eager, compile, reduce-overhead or graph; auto: graph on CUDA, eager on CPU. All but eager need `rows`.
+        kernel: auto, flex or varlen, on CUDA. UserError when a tensor is missing or does not fit.
+        """
+        device = torch.device(device)
+        mode = ("graph" if device.type == "cuda" else "eager") if mode == "auto" else mode
         config = read_config(directory, trust_remote_code)
         text = config.get_text_config(decoder=True)
         bad = [i for i in taps if not 0 <= i < text.num_hidden_layers]
         if bad or not taps:
             raise UserError(f"target.taps {bad or '()'}: the target has layers 0..{text.num_hidden_layers - 1}")
-        if type(text) not in MODEL_MAPPING:
-            raise UserError(f"{directory / 'config.json'}: transformers has no decoder for {text.model_type!r}")
         register()
         count = max(taps) + 1
-        family = _cut(MODEL_MAPPING[type(text)], count)
-        model, info = family.from_pretrained(
-            directory, config=text, dtype=dtype, attn_implementation=PACKED, output_loading_info=True,
-        )  # fmt: skip
-        if info["missing_keys"]:
-            names = sorted(info["missing_keys"])
-            raise UserError(f"{directory}: {len(names)} tensors are missing, {names[0]} among them")
-        model.eval().requires_grad_(False).to(device)
-        packing = Packing()
-        attach(model, packing)
-        notes = [
-            f"target {config.model_type}: layers 0..{count - 1} of {text.num_hidden_layers}, taps {list(taps)}, {dtype}"
-        ]
-        return cls(model, taps, packing, notes)
+        decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code).to(device)
+        target = cls.over(decoder, taps, device, mode=mode, rows=rows, kernel=kernel)
+        tower = "" if text is config else ", the text tower alone"
+        stored = ", quantised" if is_quantized(config) else ""
+        layers = f"layers 0..{count - 1} of {text.num_hidden_layers}"
+        name = str(dtype).removeprefix("torch.")
+        target.notes.insert(0, f"target {config.model_type}: {layers}{tower}, taps {list(taps)}, {name}{stored}")
+        return target
+
+    @classmethod
+    def over(
+        cls, decoder: nn.Module, taps: tuple[int, ...], device: torch.device, *, mode: str = "eager",
+        rows: RowPlan | None = None, kernel: str = "auto",
+    ) -> "Target":  # fmt: skip
+        """A target around a decoder that is loaded, cut after the last tap, and uses the attention PACKED."""
+        owner, name = find_layers(decoder, max(taps) + 1)
+        target = cls(decoder, owner.get_submodule(name), taps, device)
+        found = survey(decoder, target.forward, max(taps) + 1)
+        attach(decoder, target.kernel)
+        if device.type == "cpu" and mode != "eager":
+            target.notes.append(f"mode {mode} asks for a GPU; on the CPU the prefill runs eagerly")
+            mode = "eager"
+        if mode != "eager" and rows is None:
+            raise ValueError(f"mode {mode} needs the shape of the rows")
+        if found.refusal is None:
+            target._set_up_packed(found, mode, rows, kernel)
+            found = prove(target, found, rows.tokens if rows and mode != "eager" else None)
+        if found.refusal is None:
+            target.notes.append(f"documents packed, attention: {target.kernel.name}; proved against documents alone")
+        else:
+            target._set_up_alone(found.refusal, mode, rows)
+        return target
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, positions: Tensor, documents: Tensor, out: Tensor) -> None:
@@ -71,29 +115,99 @@ class Target:
         ids [T] int64; positions [T] int64 restart at 0 in every document; documents [T] int64, equal inside a document
         and ascending.
         """
-        self.packing.load(documents)
-        self.decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False)
-        width = out.shape[1] // len(self.taps)
-        for i, index in enumerate(self.taps):
-            out[:, i * width : (i + 1) * width].copy_(self._outputs[index])
+        if self.packed:
+            self.kernel.load(documents)
+            self._write(self._run(ids, positions), out)
+            return
+        starts = (torch.diff(documents).nonzero()[:, 0] + 1).tolist()
+        for start, end in pairwise([0, *starts, documents.numel()]):
+            self._write(self.alone(ids[start:end]), out[start:end])
+
+    @torch.no_grad()
+    def alone(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Taps [n, H] of one document, without packing; padded behind its end to the next bucket where shapes are fixed."""
+        length = ids.numel()
+        size = min((n for n in self._runs if n >= length), default=length)
+        padded = nn.functional.pad(ids, (0, size - length))
+        taps = self._run(padded, torch.arange(size, device=ids.device))
+        return tuple(tap[:length] for tap in taps)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """ids, positions [1, T] -> the taps [T, H] in listed order."""
+        self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
+        taps = tuple(self._outputs[index] for index in self.taps)
         self._outputs.clear()
+        return taps
 
     def report(self) -> list[str]:
         """What was loaded and how it runs, one sentence a line."""
-        return self.notes
+        return list(self.notes)
 
-    def _keep(self, index: int):
-        def hook(module: nn.Module, args: tuple, output) -> None:
-            self._outputs[index] = (output[0] if isinstance(output, tuple) else output)[0]
+    def _run(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        run = self._runs.get(ids.numel())
+        if run is None and self._runs:
+            raise ValueError(f"a row of {ids.numel()} tokens; the prefill is set up for {sorted(self._runs)}")
+        return run(ids, positions) if run else self.forward(ids[None], positions[None])
+
+    def _write(self, taps: Sequence[Tensor], out: Tensor) -> None:
+        width = out.shape[1] // len(taps)
+        for i, tap in enumerate(taps):
+            out[:, i * width : (i + 1) * width].copy_(tap)
+
+    def _set_up_packed(self, found: Survey, mode: str, rows: RowPlan | None, kernel: str) -> None:
+        """Fused projections, a fixed-shape kernel and the compiled forward, where the mode asks for them."""
+        if mode == "eager" or rows is None:
+            return
+        groups = fuse_siblings(self.decoder)
+        self.kernel = choose_kernel(found, rows, kernel, self.device)
+        attach(self.decoder, self.kernel)
+        self.kernel.load(torch.zeros(rows.tokens, dtype=torch.int64, device=self.device))
+        self.notes.append(f"{groups} groups of sibling projections fused")
+        self._fix(rows.tokens, mode)
+
+    def _set_up_alone(self, reason: str, mode: str, rows: RowPlan | None) -> None:
+        """transformers' own attention, one document at a time."""
+        self.packed = False
+        self._runs.clear()
+        self.notes.append(f"documents run one by one, slower than packed: {reason}")
+        self.notes.append(f"attention: transformers' {own_attention(self.decoder)}")
+        if mode != "eager" and rows is not None:
+            lengths = [n for n in BUCKETS if n < rows.longest] + [rows.longest]
+            for length in lengths:
+                self._fix(length, mode)
+            self.notes.append(f"documents are padded to {', '.join(map(str, lengths))} tokens")
+
+    def _fix(self, length: int, mode: str) -> None:
+        with torch.no_grad():
+            run = FixedShape(self.forward, length, mode, self.device)
+        self._runs[length] = run
+        self.notes += [f"rows of {length}: {note}" for note in run.notes]
+        self.notes.append(f"rows of {length} tokens run in mode {run.mode}")
+
+    def _keep(self, index: int) -> Callable[[nn.Module, tuple, Any], None]:
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            states = output[0] if isinstance(output, tuple) else output
+            self._outputs[index] = states[0]
 
         return hook
 
 
-def _cut(family: type, count: int) -> type:
-    """The same model class that builds only its first layers; the config, which some layers read, stays whole."""
+def choose_kernel(found: Survey, rows: RowPlan, wanted: str, device: torch.device) -> Kernel:
+    """varlen where the family's scores are plain softmax in half precision, else flex."""
+    suits = VarlenFlash.suits(found.dtype, found.head_dim, found.softcap)
+    if wanted == "varlen" and not suits:
+        raise UserError("attention varlen needs half precision, heads of at most 256 and no soft-cap; use flex")
+    if wanted == "varlen" or (wanted == "auto" and suits):
+        # Room for the rows of the proof, which hold a few short documents among the longest.
+        documents = max(rows.documents, -(-rows.tokens // rows.longest) + 6)
+        return VarlenFlash(rows.tokens, documents, rows.longest, device)
+    return FlexBlocks(rows.tokens, found.windows, device)
 
-    def build(self, config, *args, **kwargs) -> None:
-        family.__init__(self, config, *args, **kwargs)
-        self.layers = self.layers[:count]
 
-    return type(family.__name__, (family,), {"__init__": build, "__module__": family.__module__})
+def own_attention(decoder: nn.Module) -> str:
+    """Switch the decoder to transformers' SDPA, or to its eager attention where SDPA does not do; returns the name."""
+    try:
+        decoder.set_attn_implementation("sdpa")
+    except ValueError:
+        decoder.set_attn_implementation("eager")
+    return decoder.config._attn_implementation

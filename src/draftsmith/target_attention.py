@@ -1,26 +1,90 @@
 """One attention function for packed rows, registered with transformers under the name PACKED.
 
-Every document of a row [1, T] attends causally to itself alone; boundaries come from the `Packing` that `attach` put on
-the modules, since not every family hands keywords through.
+Every document of a row [1, T] attends causally to itself alone. Where documents begin is known to a `Kernel`, which
+`attach` puts on the modules, since not every family hands keywords through to its attention. Families build no mask of
+their own: no mask function is registered under the name, so transformers hands None on.
+
+Shapes: q [T, h, d], k [T, g, d], v [T, g, dv] -> [T, h, dv], with h a multiple of g.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 PACKED = "draftsmith_packed"
-# Keywords that families hand through and that say nothing about the scores.
+CHUNK = 512  # queries whose scores exist at once where SDPA cannot be used
+# Keywords that families hand through and that do not change the scores.
 IGNORED = frozenset(
     "position_ids use_cache cache_position output_attentions output_hidden_states output_router_logits return_dict "
     "past_key_values cache".split()
 )
 
 
-class Packing:
-    """Document boundaries of the row that is being prefilled."""
+@dataclass(frozen=True)
+class Scores:
+    """How a layer turns dot products into weights: softmax(softcap(q k * scale)) over keys with query - key < window."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [h]: logits of one more column per head, which takes weight and gives nothing
+
+
+class Kernel(Protocol):
+    """Attention over packed rows."""
+
+    name: str
+
+    def load(self, documents: Tensor) -> None:
+        """Take the boundaries of the next row; documents [T] int64, equal inside a document, ascending."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor: ...
+
+
+def register() -> None:
+    """Make PACKED known to transformers."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+
+
+def attach(model: nn.Module, kernel: Kernel) -> None:
+    """Make `kernel` known to every module that may call the attention function."""
+    for module in model.modules():
+        module.packed_kernel = kernel
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention interface: query [1, h, T, d] and so on -> ([1, T, h, dv], None).
+
+    TypeError for anything that would change the result and is not understood here.
+    """
+    unknown = sorted({k for k, v in others.items() if v is not None and v is not False} - IGNORED)
+    if unknown:
+        raise TypeError(f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which is not known here")
+    if attention_mask is not None or is_causal is False or dropout:
+        raise TypeError(f"{type(module).__name__} asks for {'dropout' if dropout else 'a mask other than causal'}")
+    scale = scaling if scaling is not None else query.shape[3] ** -0.5
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scores = Scores(scale, sliding_window or None, softcap or None, s_aux)
+    return module.packed_kernel.attend(q, k, v, scores)[None], None
+
+
+class DocumentLoop:
+    """Document by document with SDPA, or with explicit scores where a family needs what SDPA lacks. Exact, any device.
+
+    Reads the boundaries on the host: right for CPUs, and the reference of the fixed-shape kernels.
+    """
+
+    name = "SDPA, document by document"
 
     def __init__(self) -> None:
         self.edges: list[int] = []  # row positions where documents start, and T
@@ -29,56 +93,40 @@ class Packing:
         starts = (torch.diff(documents).nonzero()[:, 0] + 1).tolist()
         self.edges = [0, *starts, documents.numel()]
 
-
-def attach(model: nn.Module, packing: Packing) -> None:
-    """Make `packing` known to every module that may call the attention function."""
-    for module in model.modules():
-        module.packing = packing
-
-
-def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """query [1, h, T, d], key [1, g, T, d], value [1, g, T, dv] -> ([1, T, h, dv], None)."""
-    unknown = {k for k, v in others.items() if v is not None} - IGNORED
-    if unknown or attention_mask is not None or is_causal is False or dropout:
-        raise TypeError(f"{type(module).__name__} asks its attention for {sorted(unknown) or 'a mask of its own'}")
-    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-    for start, end in pairwise(module.packing.edges):
-        part = (x[:, :, start:end] for x in (query, key, value))
-        out[:, start:end] = _document(*part, scaling, sliding_window, softcap, s_aux).transpose(1, 2)
-    return out, None
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        for start, end in pairwise(self.edges):
+            part = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+            out[start:end] = _document(*part, scores)[0].transpose(0, 1)
+        return out
 
 
-def _document(q: Tensor, k: Tensor, v: Tensor, scaling, window, softcap, sinks) -> Tensor:
+def _document(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """Causal attention of one document, [1, h, n, dv]."""
     length, group = q.shape[2], q.shape[1] // k.shape[1]
-    if softcap is None and sinks is None:
-        if window is None or window >= length:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=group > 1)
-        mask = _causal(length, window, q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=group > 1)
+    window = scores.window if scores.window and scores.window < length else None
+    if scores.softcap is None and scores.sinks is None:
+        mask = _visible(0, length, length, window, q.device) if window else None
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=group > 1
+        )
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(2, 3)).float() * (scaling if scaling is not None else q.shape[3] ** -0.5)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_causal(length, window, q.device), float("-inf"))
-    if sinks is not None:  # one more column that takes probability and gives no value
-        column = sinks.float().reshape(1, -1, 1, 1).expand(-1, -1, length, 1)
-        return torch.cat((scores, column), -1).softmax(-1)[..., :-1].to(v.dtype) @ v
-    return scores.softmax(-1).to(v.dtype) @ v
+    return torch.cat([_rows(q, k, v, scores, window, i, min(i + CHUNK, length)) for i in range(0, length, CHUNK)], 2)
 
 
-def _causal(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[n, n] bool: key <= query, and query - key < window."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask.triu(1 - window)
+def _rows(q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: int | None, start: int, end: int) -> Tensor:
+    """Queries start..end-1 with their scores written out, in float32 as the families' own eager attention does."""
+    logits = (q[:, :, start:end] @ k[:, :, :end].transpose(2, 3)).float() * scores.scale
+    if scores.softcap is not None:
+        logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    logits = logits.masked_fill(~_visible(start, end, end, window, q.device), float("-inf"))
+    if scores.sinks is not None:
+        column = scores.sinks.float().reshape(1, -1, 1, 1).expand(-1, -1, end - start, 1)
+        logits = torch.cat((logits, column), -1)
+    return logits.softmax(-1)[..., :end].to(v.dtype) @ v[:, :, :end]
 
 
-def register() -> None:
-    """Make PACKED known to transformers. No mask function goes with it: models then build no mask and hand None on."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+def _visible(start: int, end: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[end - start, keys] bool: key <= query, and query - key < window."""
+    distance = torch.arange(start, end, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < window) if window else distance >= 0

@@ -59,7 +59,7 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise UserError(f"{path}: transformers cannot read it: {_first_line(error)}") from None
+        raise UserError(f"{path}: transformers cannot read it: {first_line(error)}") from None
     _check_fields(raw, config, path)
     return config
 
@@ -155,5 +155,5 @@ def _known(model_type: str) -> bool:
     return model_type in CONFIG_MAPPING
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -3,9 +3,9 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith.errors import UserError
@@ -17,53 +17,94 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING_LEAVES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 HEAD_LEAVES = ("lm_head", "embed_out", "output")
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U32": torch.uint32,
+    "U16": torch.uint16, "U64": torch.uint64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file, read (not mapped) when it is indexed with `[...]`, as transformers does."""
+
+    path: Path
+    name: str
+    dtype: str  # safetensors' spelling, which transformers expects of `get_dtype`
+    shape: tuple[int, ...]
+    start: int  # bytes from the file's beginning
+    end: int
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = bytearray(self.end - self.start)
+            if file.readinto(data) != len(data):
+                raise UserError(f"{self.path}: cut short inside {self.name}; fetch it again")
+        dtype = DTYPES[self.dtype]
+        return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).view(self.shape)[index]
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Which safetensors file holds which tensor."""
+    """Every tensor of a safetensors checkpoint by name; nothing is read but headers."""
 
     directory: Path
-    files: dict[str, str]  # tensor name -> file name
+    tensors: dict[str, StoredTensor]
 
     @classmethod
     def open(cls, directory: Path) -> "Shards":
-        """Read the index, or the header of the only file; UserError when there is neither or a shard is missing."""
+        """UserError when there are no safetensors, a shard is missing or cut short, or lacks what the index promises."""
         index = directory / INDEX
-        if index.is_file():
-            try:
-                files = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-                raise UserError(f"{index}: not an index of safetensors shards; fetch it again") from None
-            for name in sorted(set(files.values())):
-                if not (directory / name).is_file():
-                    raise UserError(f"{directory / name}: missing, but {INDEX} lists it; fetch the model again")
-            return cls(directory, files)
-        if not (directory / SINGLE).is_file():
-            raise UserError(f"{directory}: no {SINGLE} and no {INDEX}; only safetensors weights are read")
-        with _opened(directory / SINGLE) as file:
-            return cls(directory, {name: SINGLE for name in file.keys()})  # noqa: SIM118 (not a dict)
-
-    def path(self, name: str) -> Path:
-        return self.directory / self.files[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        with _opened(self.path(name)) as file:
-            return tuple(file.get_slice(name).get_shape())
+        if not index.is_file():
+            if not (directory / SINGLE).is_file():
+                raise UserError(f"{directory}: no {SINGLE} and no {INDEX}; only safetensors weights are read")
+            return cls(directory, _header(directory / SINGLE))
+        try:
+            files = json.loads(index.read_text())["weight_map"]
+            names = sorted(set(files.values()))
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{index}: not an index of safetensors shards; fetch it again") from None
+        tensors: dict[str, StoredTensor] = {}
+        for name in names:
+            if not (directory / name).is_file():
+                raise UserError(f"{directory / name}: missing, but {INDEX} lists it; fetch the model again")
+            tensors |= _header(directory / name)
+        for name, file in files.items():
+            if name not in tensors:
+                raise UserError(f"{directory / file}: no tensor {name}, but {INDEX} lists it; fetch the shard again")
+        return cls(directory, tensors)
 
     def read(self, name: str) -> Tensor:
         """One tensor, CPU, as stored."""
-        with _opened(self.path(name)) as file:
-            if name not in file.keys():  # noqa: SIM118 (not a dict)
-                raise UserError(f"{self.path(name)}: no tensor {name}, but {INDEX} says so; fetch the shard again")
-            return file.get_tensor(name)
+        return self.tensors[name][...]
 
 
-def _opened(path: Path):
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: damaged or cut short ({error}); fetch it again") from None
+def _header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file (8 bytes: header length; JSON header; data), with the file's size checked against them."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 + length or not length:
+            raise UserError(f"{path}: cut short or no safetensors file; fetch it again")
+        try:
+            entries = json.loads(file.read(length))
+            entries.pop("__metadata__", None)
+            found = {n: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in entries.items()}
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{path}: no safetensors header; fetch it again") from None
+    base = 8 + length
+    end = base + max((e[3] for e in found.values()), default=0)
+    if size < end:
+        raise UserError(f"{path}: cut short: {size} bytes of {end}; fetch it again")
+    return {n: StoredTensor(path, n, d, s, base + a, base + b) for n, (d, s, a, b) in found.items()}
 
 
 def load_tables(
@@ -97,13 +138,15 @@ def load_tables(
 
 def _table(shards: Shards, leaves: tuple[str, ...], size: tuple[int, int]) -> Tensor | None:
     """The [V, H] matrix of one of these modules, None without one. The outermost: MTP heads and vision towers nest deeper."""
-    found = [n for n in shards.files if n.removesuffix(".weight").rpartition(".")[2] in leaves and ".layers." not in n]
+    found = [
+        n for n in shards.tensors if n.removesuffix(".weight").rpartition(".")[2] in leaves and ".layers." not in n
+    ]
     if not found:
         return None
-    name = min((n for n in found if shards.shape(n) == size), key=lambda n: n.count("."), default=None)
+    name = min((n for n in found if shards.tensors[n].shape == size), key=lambda n: n.count("."), default=None)
     if name is None:
-        shape = list(shards.shape(found[0]))
-        raise UserError(f"{shards.path(found[0])}: {found[0]} is {shape}, config.json says {list(size)}")
+        shape = list(shards.tensors[found[0]].shape)
+        raise UserError(f"{shards.tensors[found[0]].path}: {found[0]} is {shape}, config.json says {list(size)}")
     return shards.read(name)
 
 
@@ -134,8 +177,8 @@ def last_layers(directory: Path, count: int) -> tuple[list[dict[str, Tensor]], T
     layers = []
     for index in range(first, text.num_hidden_layers):
         start = f"{prefix}{index}."
-        layers.append({n.removeprefix(start): shards.read(n).float() for n in shards.files if n.startswith(start)})
-    norm = next((n for n in (prefix.removesuffix("layers.") + "norm.weight",) if n in shards.files), None)
+        layers.append({n.removeprefix(start): shards.read(n).float() for n in shards.tensors if n.startswith(start)})
+    norm = next((n for n in (prefix.removesuffix("layers.") + "norm.weight",) if n in shards.tensors), None)
     if norm is None:
         raise UserError(f"{directory}: no final norm beside {prefix}0")
     return layers, shards.read(norm).float()
@@ -143,7 +186,7 @@ def last_layers(directory: Path, count: int) -> tuple[list[dict[str, Tensor]], T
 
 def _layers_prefix(shards: Shards) -> str:
     """What stands before a decoder layer's number, e.g. `model.layers.`."""
-    found = {n.partition("layers.0.self_attn.")[0] + "layers." for n in shards.files if "layers.0.self_attn." in n}
+    found = {n.partition("layers.0.self_attn.")[0] + "layers." for n in shards.tensors if "layers.0.self_attn." in n}
     found = {p for p in found if not any(part in p for part in ("vis", "audio"))}
     if len(found) != 1:
         raise UserError(f"{shards.directory}: no decoder layers under the usual names")

@@ -1,0 +1,137 @@
+"""Builds a target's text decoder with its first layers alone and reads only their tensors, one at a time.
+
+Plain checkpoints are handed to transformers as `StoredTensor`s, which are read from their shard when transformers asks:
+the peak is the weights that are kept plus a few tensors, and transformers' own renaming and merging (experts, old
+names) still applies. Quantised and GGUF checkpoints go through transformers' quantizers.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftsmith.errors import UserError
+from draftsmith.target_facts import first_line, gguf_file
+from draftsmith.weights import Shards
+
+
+def load_decoder(
+    directory: Path, config: Any, count: int, dtype: torch.dtype, attention: str, trust_remote_code: bool = False
+) -> nn.Module:
+    """The decoder of `config`'s text model with layers 0..count-1, on the CPU, in eval mode, without gradients.
+
+    `attention` is the name of the attention implementation. UserError names the file and tensor that is missing, of a
+    wrong shape, or cut short.
+    """
+    text = config.get_text_config(decoder=True)
+    family = _decoder_class(directory, config, text, trust_remote_code)
+    options: dict[str, Any] = dict(
+        config=text, dtype=dtype, attn_implementation=attention, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    place: Path | None = directory
+    if gguf := gguf_file(directory):
+        if not (find_spec("gguf") and find_spec("accelerate")):
+            raise UserError(f"{gguf}: transformers reads GGUF with the packages gguf and accelerate; install both")
+        options["gguf_file"] = gguf.name
+        shards = Shards(directory, {})
+    else:
+        shards = Shards.open(directory)
+        prefix = tower_prefix(shards, directory) if text is not config else ""
+        if is_quantized(config):
+            options["key_mapping"] = {f"^{prefix.replace('.', chr(92) + '.')}": ""} if prefix else None
+        else:
+            names = {n: n.removeprefix(prefix) for n in shards.tensors if n.startswith(prefix)}
+            options["state_dict"], place = {new: shards.tensors[old] for old, new in names.items()}, None
+    try:
+        with quiet():
+            model, info = cut(family, count).from_pretrained(place, **options)
+    except (ValueError, RuntimeError, ImportError, KeyError, OSError) as error:
+        raise UserError(f"{directory}: transformers cannot load it: {first_line(error)}") from None
+    _check(info, shards, prefix if not gguf else "", directory)
+    return model.eval().requires_grad_(False)
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether the checkpoint's weights are stored in a quantizer's format."""
+    text = config.get_text_config(decoder=True)
+    return any("quantization_config" in c.to_dict() and c.quantization_config is not None for c in (config, text))
+
+
+def tower_prefix(shards: Shards, directory: Path) -> str:
+    """What stands before the text decoder's names in a multimodal checkpoint, e.g. `model.language_model.`."""
+    found = {n.partition("layers.0.")[0] for n in shards.tensors if "layers.0." in n}
+    found = {p for p in found if f"{p}embed_tokens.weight" in shards.tensors}
+    if len(found) != 1:
+        what = f"several text decoders ({', '.join(sorted(found))})" if found else "no text decoder"
+        raise UserError(f"{directory}: {what} among the tensors of this multimodal model")
+    return found.pop()
+
+
+def cut(family: type, count: int) -> type:
+    """The same model class that builds only its first layers.
+
+    The config stays whole: some families derive constants from the number of layers or count layers from the end.
+    """
+
+    def build(self: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:
+        family.__init__(self, config, *args, **kwargs)
+        parent, name = find_layers(self, config.get_text_config(decoder=True).num_hidden_layers)
+        parent.set_submodule(name, parent.get_submodule(name)[:count])
+
+    return type(family.__name__, (family,), {"__init__": build, "__module__": family.__module__})
+
+
+def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str]:
+    """(model, name) of the decoder's ModuleList: the outermost one with `count` entries."""
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise UserError(f"{type(model).__name__}: no list of {count} decoder layers in this architecture")
+    return model, min(lists, key=lambda n: n.count("."))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """transformers says nothing of the tensors left out on purpose; what is wrong is raised by `_check`."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _decoder_class(directory: Path, config: Any, text: Any, trust_remote_code: bool) -> type:
+    from transformers import MODEL_MAPPING
+
+    if type(text) in MODEL_MAPPING:
+        found = MODEL_MAPPING[type(text)]
+        return found[0] if isinstance(found, tuple) else found
+    names = config.to_dict().get("auto_map", {})
+    name = names.get("AutoModel") or names.get("AutoModelForCausalLM")
+    if not (trust_remote_code and name):
+        raise UserError(f"{directory / 'config.json'}: transformers has no decoder for model_type {text.model_type!r}")
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(name, str(directory))
+
+
+def _check(info: dict[str, Any], shards: Shards, prefix: str, directory: Path) -> None:
+    """Refuse a model with tensors that transformers would fill at random."""
+    for name, got, want in sorted(info["mismatched_keys"]):
+        place = next((t.path for n, t in shards.tensors.items() if n.endswith(name)), directory)
+        raise UserError(f"{place}: {prefix}{name} is {list(got)}, config.json asks for {list(want)}")
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{directory}: no tensor {prefix}{missing[0]}{more} in its files; fetch the model again")
+    if errors := info.get("error_msgs"):
+        raise UserError(f"{directory}: {errors[0]}")

@@ -1,0 +1,65 @@
+"""A function of (ids, positions) at one shape: eager, compiled, or compiled inside one CUDA graph."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # ids [1, T], positions [1, T] -> K taps [T, H]
+
+WARM_UP = 3  # calls before a capture: compilation, autotuning, workspaces
+
+
+class FixedShape:
+    """Static inputs, and a graph over them where mode and model allow it. `notes` says what did not work and why."""
+
+    def __init__(self, forward: Forward, length: int, mode: str, device: torch.device):
+        """mode: eager, compile, reduce-overhead or graph (CUDA). What fails falls back to the one before, with a note."""
+        self.length, self.mode, self.notes = length, mode, []
+        self.ids, self.positions = (torch.zeros(1, length, dtype=torch.int64, device=device) for _ in range(2))
+        self.positions.copy_(torch.arange(length, device=device))
+        self._call = forward if mode == "eager" else self._compiled(forward)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if mode == "graph" and self.mode != "eager":
+            self._capture()
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """ids, positions [T] -> taps; after a capture they are static buffers that the next call overwrites."""
+        self.ids.copy_(ids[None])
+        self.positions.copy_(positions[None])
+        if self._graph is not None:
+            self._graph.replay()
+            return self._taps
+        return self._call(self.ids, self.positions)
+
+    def _compiled(self, forward: Forward) -> Forward:
+        options = {"mode": "reduce-overhead"} if self.mode == "reduce-overhead" else {}
+        for whole in (True, False):
+            call = torch.compile(forward, dynamic=False, fullgraph=whole, **options)
+            try:
+                for _ in range(WARM_UP):
+                    call(self.ids, self.positions)
+            except RuntimeError as error:  # dynamo's and inductor's errors are RuntimeErrors
+                what = "does not compile as one graph" if whole else "does not compile, runs eagerly"
+                self.notes.append(f"{what}: {_reason(error)}")
+            else:
+                return call
+        self.mode = "eager"
+        return forward
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.ids.device)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._taps = self._call(self.ids, self.positions)
+        except RuntimeError as error:
+            self.mode = "compile"
+            self.notes.append(f"cannot be captured in a CUDA graph, runs compiled: {_reason(error)}")
+        else:
+            self._graph = graph
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
