@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draftsmith.target import load_tables
 from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import UserError
-from draftsmith.export import cast_weights, export, load_drafter, probe_logits, serve_commands
+from draftsmith.export import cast_weights, export, load_drafter, main, probe_logits, serve_commands
 from draftsmith.layouts import shape_from_zlab
+from draftsmith.options import ExportOptions
+from draftsmith.weights import load_tables
 from tiny_models import random_drafter, save_target, shape_for, tiny_target, write_checkpoint
 
 
@@ -203,3 +204,22 @@ def test_serve_commands_count_drafts_as_each_engine_does(tmp_path):
     assert '"num_speculative_tokens": 7' in vllm and "'models/my target'" in vllm
     assert sglang.endswith("--speculative-num-draft-tokens 8")
     assert len(serve_commands("m", tmp_path, "speculators", 8)) == 1
+
+
+def test_command_prints_how_to_serve(tmp_path, target, drafter, capsys):
+    write_checkpoint(tmp_path / "run", drafter, target)
+    for layout, words in (("zlab", "sglang.launch_server"), ("speculators", "note: vLLM makes full layers causal")):
+        main(ExportOptions(tmp_path / "run", layout))
+        said = capsys.readouterr().out
+        assert words in said and "same logits" in said and f"vllm serve {target}" in said
+        assert (tmp_path / "run" / "export" / layout / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("windows", "non_causal"), [((None, None), True), ((8, 8), False), ((None, 8), False)])
+def test_speculators_causality(tmp_path, target, windows, non_causal):
+    """vLLM reads this flag for all layers: full ones must come out bidirectional, sliding ones causal."""
+    write_checkpoint(tmp_path / "run", random_drafter(shape_for(tiny_target(), windows=windows)), target)
+    export(tmp_path / "run", tmp_path / "out", "speculators")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["sliding_window_non_causal"] is non_causal
+    assert load_drafter(tmp_path / "out")[0].shape.windows == windows

@@ -19,20 +19,23 @@ VOCAB = 64
 MASK = VOCAB - 1
 
 
-def tiny_target(family: str = "qwen3", layers: int = 6, tied: bool = False, vocab: int = VOCAB, seed: int = 0, **extra):
-    """Random float32 model of hidden 64; weights are large enough for text that does not repeat one token."""
+def tiny_target(
+    family: str = "qwen3", layers: int = 6, tied: bool = False, vocab: int = VOCAB, seed: int = 0, hidden_size: int = 64,
+    head_dim: int = 16, **extra,
+):  # fmt: skip
+    """Random float32 model; weights are large enough for text that does not repeat one token."""
     torch.manual_seed(seed)
     config_type, model_type = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[
         family
     ]
     config = config_type(
         vocab_size=vocab,
-        hidden_size=64,
+        hidden_size=hidden_size,
         intermediate_size=96,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=512,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},

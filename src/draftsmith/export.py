@@ -32,7 +32,8 @@ from draftsmith.layouts import (
 )
 from draftsmith.options import ExportOptions
 from draftsmith.step import Tables
-from draftsmith.target import describe, load_tables
+from draftsmith.target_facts import describe
+from draftsmith.weights import load_tables
 
 Layout = Literal["zlab", "speculators"]
 METADATA = "draftsmith.json"
@@ -132,9 +133,13 @@ def main(options: ExportOptions) -> None:
     """`draftsmith export`: writes, checks, and prints how to serve the result."""
     out = options.out or options.source / "export" / options.to
     info = export(options.source, out, options.to, options.dtype, options.target, options.revision)
-    blocks = json.loads((out / METADATA).read_text())["drafter"]["block_size"]
+    shape = _read_json(out / METADATA)["drafter"]
     print(f"{out}: {options.to} layout, {options.dtype}, loaded back: same tensors, same logits")
-    for line in serve_commands(info.target or "TARGET", out, options.to, blocks):
+    if options.to == "speculators" and len({w is None for w in shape["windows"]}) > 1:
+        print(
+            "note: vLLM makes full layers causal where this layout has sliding ones beside them; serve --to zlab there"
+        )
+    for line in serve_commands(info.target or "TARGET", out, options.to, shape["block_size"]):
         print(line)
 
 

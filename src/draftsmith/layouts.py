@@ -78,7 +78,9 @@ def speculators_config(shape: "DFlashShape", traits: TargetTraits, dtype: str) -
         "target_hidden_size": None,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in shape.taps],
         "mask_token_id": shape.mask_token,
-        "sliding_window_non_causal": False,
+        # speculators applies it to sliding layers only, vLLM takes it as the causality of ALL layers: true is right for
+        # both when every layer is full. Mixed layers have no value that is right for vLLM (docs/serve.md).
+        "sliding_window_non_causal": not any(shape.windows),
         "sample_from_anchor": False,
         "dtype": dtype,
         "torch_dtype": dtype,
