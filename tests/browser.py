@@ -35,6 +35,7 @@ def chromium(profile: Path) -> Iterator[Chrome]:
     environment = {**os.environ, "HOME": str(profile)}
     browser = Chrome(options, ChromeService("/usr/bin/chromedriver", env=environment))
     try:
+        browser.get("about:blank")  # the browser's own start page asks for its parts
         yield browser
     finally:
         browser.quit()
@@ -47,6 +48,7 @@ def show(browser: Chrome, page: Path, width: int, height: int, dark: bool = Fals
         {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone},
     )
     browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": phone})
+    complaints(browser), requests(browser)  # those of the page before
     features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.get(page.as_uri())

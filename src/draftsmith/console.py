@@ -193,10 +193,9 @@ def number(value: float | None) -> str:
     """1234567 -> 1.23 M; None -> a dash."""
     if value is None:
         return "–"
-    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
-        if abs(value) >= size:
-            scale = 1e3 if letter == " k" else size
-            return f"{value / scale:.3g}{letter}" if abs(value / scale) < 1000 else f"{value / scale:.0f}{letter}"
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(1e4, size * 0.9995):  # 999,500 is 1 M, not 1000 k
+            return f"{value / size:.3g} {letter}"
     return f"{value:,.0f}" if abs(value) >= 100 or float(value).is_integer() else f"{value:.3g}"
 
 

@@ -6,8 +6,10 @@ last line cut by a kill, several attempts (a resumed attempt replaces the steps 
 """
 
 import json
+import math
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ import numpy as np
 
 from draftsmith.errors import UserError
 
-SPANS = b'{"kind":"spans"'
+SPANS, BUSY, OPEN = (b'{"kind":"%s"' % kind for kind in (b"spans", b"busy", b"open"))
+_SPAN_HEAD = re.compile(rb'"name":"([^"]*)","start":([0-9.]+)')
 
 
 @dataclass
@@ -37,23 +40,38 @@ class Session:
     about: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    busy: list[dict[str, Any]] = field(default_factory=list)
     counters: list[dict[str, Any]] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
+    busy_lines: list[bytes] = field(default_factory=list)
     span_lines: list[bytes] = field(default_factory=list)
     last: float = 0.0
     """Time of the newest event."""
     ended: bool = False
     error: str | None = None
 
-    def spans(self) -> "Iterator[SpanColumns]":
-        """The spans, parsed on demand (there may be millions)."""
+    def busy(self, last: int = 0) -> list[dict[str, Any]]:
+        """The sums over intervals, parsed on demand: all, or the `last` ones."""
+        return _parse(self.busy_lines[-last:])
+
+    def spans(self, begin: float = -math.inf, end: float = math.inf) -> "Iterator[SpanColumns]":
+        """The spans of [begin, end], in seconds since the epoch, and some around them; parsed on demand."""
+        for lines in self._span_lines_by_name().values():
+            starts = np.array([start for start, _ in lines])
+            first = max(0, int(np.searchsorted(starts, begin, side="right")) - 1)  # the line that `begin` falls into
+            for _, line in lines[first : int(np.searchsorted(starts, end, side="right"))]:
+                yield from (_columns(values) for values in _parse([line]))
+
+    def middle(self) -> float | None:
+        """When the middle one of its span lines begins."""
+        heads = [_SPAN_HEAD.search(line) for line in self.span_lines[len(self.span_lines) // 2 :][:1]]
+        return float(heads[0][2]) if heads and heads[0] else None
+
+    def _span_lines_by_name(self) -> dict[bytes, list[tuple[float, bytes]]]:
+        found: dict[bytes, list[tuple[float, bytes]]] = {}
         for line in self.span_lines:
-            values = json.loads(line)
-            start = values["start"] + np.array(values["start_us"], np.float64) / 1e6
-            known = ("kind", "name", "start", "start_us", "us")
-            attributes = {key: column for key, column in values.items() if key not in known}
-            yield SpanColumns(values["name"], start, np.array(values["us"], np.float64) / 1e6, attributes)
+            if head := _SPAN_HEAD.search(line):
+                found.setdefault(head[1], []).append((float(head[2]), line))
+        return {name: sorted(lines, key=lambda pair: pair[0]) for name, lines in found.items()}
 
 
 @dataclass(frozen=True)
@@ -105,7 +123,7 @@ class Run:
 
     def column(self, name: str) -> np.ndarray:
         """[steps] float64 of a scalar field, NaN where a record lacks it."""
-        return np.array([_float(record.get(name)) for record in self.steps], np.float64)
+        return np.array([record.get(name) for record in self.steps], np.float64)
 
     def state(self, now: float | None = None) -> str:
         """running, finished, stopped (on request), failed, killed (left without a word), or empty (no events)."""
@@ -208,37 +226,58 @@ class _File:
             data = file.read()
         complete = data.rfind(b"\n") + 1  # the rest is a line being written, or one cut by a kill
         self._offset += complete
+        pending: list[bytes] = []
         for line in data[:complete].split(b"\n"):
             if line.startswith(SPANS):
-                if self._spans and self.sessions and line.endswith(b"}"):
+                if self._spans and self.sessions:
                     self.sessions[-1].span_lines.append(line)
+            elif line.startswith(BUSY):
+                if self.sessions:
+                    self.sessions[-1].busy_lines.append(line)
+            elif line.startswith(OPEN):
+                self._take(pending)
+                self.sessions += [_session(self._path, values) for values in _parse([line])]
+                pending = []
             elif line:
-                self._take(line)
+                pending.append(line)
+        self._take(pending)
 
-    def _take(self, line: bytes) -> None:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            return  # cut by a kill; the next attempt went on behind it
-        kind = values.pop("kind", None)
-        if kind == "open":
-            self.sessions.append(_session(self._path, values))
+    def _take(self, lines: list[bytes]) -> None:
+        """Lines of the newest session."""
         if not self.sessions:
             return
         session = self.sessions[-1]
-        session.last = max(session.last, values["t"])
-        if kind == "step":
-            session.steps.append(values)
-        elif kind == "busy":
-            session.busy.append(values)
-        elif kind == "evaluation":
-            session.evaluations.append(values)
-        elif kind == "counter":
-            session.counters.append(values)
-        elif kind == "note":
-            session.notes.append(values)
-        elif kind == "end":
-            session.ended, session.error = True, values["error"]
+        records = {"step": session.steps, "evaluation": session.evaluations}
+        records |= {"counter": session.counters, "note": session.notes}
+        for values in [*_parse(lines), *session.busy(last=1)]:
+            kind = values.pop("kind")
+            session.last = max(session.last, values["t"])
+            if kind == "end":
+                session.ended, session.error = True, values["error"]
+            elif kind in records:
+                records[kind].append(values)
+
+
+def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
+    """JSON objects of whole lines. Together, since that is several times quicker; one by one if a kill cut one of them."""
+    try:
+        return json.loads(b"[%s]" % b",".join(lines))
+    except ValueError:
+        return [value for line in lines for value in _parse_one(line)]
+
+
+def _parse_one(line: bytes) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line)]
+    except ValueError:
+        return []
+
+
+def _columns(values: dict[str, Any]) -> SpanColumns:
+    start = values["start"] + np.array(values["start_us"], np.float64) / 1e6
+    known = ("kind", "name", "start", "start_us", "us")
+    attributes = {key: column for key, column in values.items() if key not in known}
+    return SpanColumns(values["name"], start, np.array(values["us"], np.float64) / 1e6, attributes)
 
 
 def _session(path: Path, values: dict[str, Any]) -> Session:
@@ -250,6 +289,7 @@ def _session(path: Path, values: dict[str, Any]) -> Session:
         attempt=values["attempt"],
         pid=values["pid"],
         start=values["t"],
+        last=values["t"],
         clock_offset=values["clock_offset_seconds"],
         total_steps=values["total_steps"],
         about=values["about"],
@@ -281,10 +321,6 @@ def _config(path: Path) -> dict[str, Any]:
         return json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def _float(value: Any) -> float:
-    return float("nan") if value is None else float(value)
 
 
 def _alive(session: Session, patience: float, now: float) -> bool:

@@ -208,7 +208,7 @@ def _plotly() -> str:
     """Plotly's script, gzipped (without a time stamp: the same input gives the same page), as base64."""
     from plotly.offline import get_plotlyjs
 
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 6, mtime=0)).decode()
 
 
 def _file(name: str) -> str:

@@ -5,7 +5,7 @@ with colour-blindness (after Okabe and Ito), and no figure tells anything by col
 legend and in the table below each figure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ WAIT, WAIT_DARK = "#d9a441", "#c79236"
 PALETTE = dict(
     zip((*SERIES, INK, GRID, FAINT, WAIT), (*SERIES_DARK, INK_DARK, GRID_DARK, FAINT_DARK, WAIT_DARK), strict=True)
 )
+BARS = 1500  # of a timeline; it is cut there
 POINTS = 600  # of a line; longer courses are means over equal parts
 SPAN_ORDER = ("step", "prefill", "pull", "all_reduce", "update", "evaluate", "checkpoint", "compile")
 
@@ -123,7 +124,7 @@ def bars(
 
 def worker_shares(key: str, sessions: Sequence[Session]) -> Figure | None:
     """What each worker did with its time: a stacked bar a worker."""
-    totals = {s.worker: span_totals(s) for s in sessions if s.busy}
+    totals = {s.worker: span_totals(s) for s in sessions if s.busy_lines}
     if not totals:
         return None
     names = ordered({name for _, sums in totals.values() for name in sums})
@@ -161,47 +162,51 @@ def _who_waits(shares: dict[str, float]) -> str:
 
 def timeline(key: str, sessions: Sequence[Session], seconds: float) -> Figure | None:
     """Every span of a stretch in the middle of the run, a row a worker, on one clock."""
-    window = middle(sessions, seconds)
-    if window is None:
+    having = [s for s in sessions if s.span_lines]
+    begin = max(having, key=lambda s: len(s.span_lines)).middle() if having else None
+    if begin is None:
         return None
-    begin, end = window
-    found: dict[str, list[tuple[str, float, float, str]]] = {}
-    for session in sessions:
-        for spans in session.spans():
-            inside = np.flatnonzero((spans.start + spans.seconds > begin) & (spans.start < end))
-            for i in inside:
-                what = ", ".join(f"{k} {column[i]}" for k, column in spans.attributes.items() if column[i] is not None)
-                at = (session.worker, float(spans.start[i]) - begin, float(spans.seconds[i]), what)
-                found.setdefault(spans.name, []).append(at)
-    names = ordered(set(found))
+    drawn = sorted(stretch(having, begin, begin + seconds), key=lambda bar: bar.start)[:BARS]
+    end = begin + seconds if len(drawn) < BARS else drawn[-1].start
+    names = ordered({bar.name for bar in drawn})
     plot = go.Figure(layout=_layout("", legend=True))
     for name in names:
-        workers, starts, lasting, what = zip(*found[name], strict=True)
+        own = [bar for bar in drawn if bar.name == name]
         plot.add_bar(
-            y=list(workers), base=_plain(np.array(starts) * 1e3), x=_plain(np.array(lasting) * 1e3), name=name, orientation="h",
-            customdata=list(what), marker={"color": span_color(name, names), "line": {"width": 0}, "pattern": _pattern(name)},
+            y=[bar.worker for bar in own], base=_plain([1e3 * (bar.start - begin) for bar in own]),
+            x=_plain([1e3 * bar.seconds for bar in own]), name=name, orientation="h", customdata=[bar.what for bar in own],
+            marker={"color": span_color(name, names), "line": {"width": 0}, "pattern": _pattern(name)},
             hovertemplate=f"{name} %{{customdata}}<br>%{{x:,.4~g}} ms<extra></extra>",
         )  # fmt: skip
-    workers = sorted({s.worker for s in sessions if s.span_lines}, reverse=True)
+    workers = sorted({s.worker for s in having}, reverse=True)
     plot.update_layout(barmode="overlay", bargap=0.3, height=120 + 38 * len(workers), hovermode="closest")
     plot.update_xaxes(range=[0, (end - begin) * 1e3], title_text="ms", showgrid=True)
     plot.update_yaxes(categoryorder="array", categoryarray=workers, showgrid=False, automargin=True, title_text=None)
     reading = f"{end - begin:.3g} seconds from the middle of the run; draftsmith trace shows all of it."
-    rows = tuple(
-        (name, f"{len(found[name])}", f"{np.median([s[2] for s in found[name]]) * 1e3:,.4g} ms") for name in names
-    )
+    times = {name: [bar.seconds for bar in drawn if bar.name == name] for name in names}
+    rows = tuple((name, f"{len(all_)}", f"{np.median(all_) * 1e3:,.4g} ms") for name, all_ in times.items())
     title = "A stretch of the timeline"
     return Figure(key, title, reading, plot, Table(title, ("span", "times", "median"), rows), wide=True)
 
 
-def middle(sessions: Sequence[Session], seconds: float) -> tuple[float, float] | None:
-    """[begin, end] of a stretch in the middle of the run that starts with some worker's span."""
-    starts = [spans.start for session in sessions for spans in session.spans()]
-    if not starts:
-        return None
-    every = np.sort(np.concatenate(starts))
-    begin = float(every[len(every) // 2])
-    return begin, begin + seconds
+@dataclass(frozen=True)
+class Bar:
+    """A span in the timeline; times in seconds, `what`: its attributes in words."""
+
+    worker: str
+    name: str
+    start: float
+    seconds: float
+    what: str
+
+
+def stretch(sessions: Sequence[Session], begin: float, end: float) -> Iterator[Bar]:
+    """Spans that overlap [begin, end], seconds since the epoch."""
+    for session in sessions:
+        for spans in session.spans(begin, end):
+            for i in np.flatnonzero((spans.start + spans.seconds > begin) & (spans.start < end)):
+                what = ", ".join(f"{k} {column[i]}" for k, column in spans.attributes.items() if column[i] is not None)
+                yield Bar(session.worker, spans.name, float(spans.start[i]), float(spans.seconds[i]), what)
 
 
 def typical_step_seconds(run: Run) -> float:
@@ -214,10 +219,11 @@ def typical_step_seconds(run: Run) -> float:
 def span_totals(session: Session) -> tuple[float, dict[str, float]]:
     """(seconds measured, seconds by span name) over the whole session."""
     sums: dict[str, float] = {}
-    for line in session.busy:
+    lines_ = session.busy()
+    for line in lines_:
         for name, value in line["span_seconds"].items():
             sums[name] = sums.get(name, 0.0) + value
-    return max(sum(line["seconds"] for line in session.busy), 1e-9), sums
+    return max(sum(line["seconds"] for line in lines_), 1e-9), sums
 
 
 def ordered(names: set[str]) -> list[str]:

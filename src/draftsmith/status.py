@@ -118,7 +118,7 @@ def status_of(run: Run, now: float | None = None) -> Status:
 
 def shares(session: Session, last: int = RECENT) -> dict[str, float]:
     """Share of the time of the last log steps by span name."""
-    recent = session.busy[-last:]
+    recent = session.busy(last)
     seconds = sum(line["seconds"] for line in recent)
     sums: dict[str, float] = defaultdict(float)
     for line in recent:
@@ -144,7 +144,7 @@ def _bottleneck(sessions: list[Session]) -> str | None:
     """The role with the highest mean busy share: the others wait for it. None where all workers have one role."""
     by_role: dict[str, list[float]] = defaultdict(list)
     for session in sessions:
-        if session.busy:
+        if session.busy_lines:
             by_name = shares(session)
             by_role[session.role].append(sum(by_name.values()) - waiting(by_name))
     if len(by_role) < 2:
