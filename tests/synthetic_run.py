@@ -19,17 +19,28 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_ns = int(START * 1e9)
+        self._wall_ns = 0
 
     def sleep(self, seconds: float) -> None:
         self.now_ns += int(seconds * 1e9)
+
+    def set_wall(self, seconds: float) -> None:
+        """Somebody sets the wall clock; the monotonic clock goes on."""
+        self._wall_ns += int(seconds * 1e9)
+
+    def time_ns(self) -> int:
+        return self.now_ns + self._wall_ns
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns - int(1e15)
 
 
 @contextmanager
 def invented_time() -> Iterator[Clock]:
     clock = Clock()
     with (
-        patch("draftsmith.events.time.time_ns", lambda: clock.now_ns),
-        patch("draftsmith.events.time.monotonic_ns", lambda: clock.now_ns - int(1e15)),
+        patch("draftsmith.events.time.time_ns", clock.time_ns),
+        patch("draftsmith.events.time.monotonic_ns", clock.monotonic_ns),
     ):
         yield clock
 
@@ -105,7 +116,7 @@ def write_run(path: Path, total: int = 600, every: int = 5, level: float = 1.0, 
 
 
 def _unit(trainer: EventLog, targets: list[EventLog], clock: Clock, unit: int, noise: random.Random) -> None:
-    at = clock.now_ns - int(1e15)
+    at = clock.monotonic_ns()
     seconds = 0.10 + abs(noise.gauss(0, 0.006))
     wait = 0.012 + abs(noise.gauss(0, 0.008)) if targets else 0.0
     for i, target in enumerate(targets):

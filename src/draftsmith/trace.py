@@ -98,7 +98,7 @@ def clock_shifts(sessions: tuple[Session, ...]) -> dict[int, float]:
     openings, their anchors differ. All take the first one's.
     """
     first: dict[tuple[str, int], float] = {}
-    for session in sorted(sessions, key=lambda s: s.start):
+    for session in sorted(sessions, key=lambda s: s.start - s.clock_offset):  # in order of the monotonic clock
         first.setdefault((session.host, session.attempt), session.clock_offset)
     return {id(s): first[s.host, s.attempt] - s.clock_offset for s in sessions}
 
