@@ -20,8 +20,9 @@ import rich.console
 
 from draftsmith.console import Console, duration, number, step_line
 from draftsmith.errors import UserError
-from draftsmith.events import EvaluationRecord, EventLog, StepRecord
+from draftsmith.events import EvaluationRecord, EventLog, StepRecord, own_seconds
 from draftsmith.history import Follower, read_run
+from draftsmith.meters import Meter
 from draftsmith.status import status_of
 from synthetic_run import dead_pid, invented_time, write_long_run, write_run
 
@@ -79,6 +80,20 @@ def test_spans_are_on_the_wall_clock_and_summed(tmp_path: Path) -> None:
     assert run.sessions[0].busy()[0]["span_counts"] == {"wait_taps": 3, "step": 3}
     steps = next(columns for columns in run.sessions[0].spans() if columns.name == "step")
     np.testing.assert_allclose(steps.start - begin, [0.5, 2.5, 4.5], atol=1e-5)
+
+
+def test_time_inside_another_span_is_the_inner_ones() -> None:
+    spans = [("evaluate", 0, 100), ("prefill", 10, 40), ("wait_unit", 15, 20), ("prefill", 50, 60), ("step", 100, 130)]
+    seconds = {name: value * 1e9 for name, value in own_seconds(spans).items()}
+    assert seconds == pytest.approx({"evaluate": 60, "prefill": 35, "wait_unit": 5, "step": 30})
+    assert own_seconds([("thread_a", 0, 10), ("thread_b", 5, 15)]) == {"thread_a": 1e-8, "thread_b": 1e-8}
+
+
+def test_facts_known_later(tmp_path: Path) -> None:
+    with EventLog(tmp_path, about={"device": "cpu"}) as log:
+        log.plan(70, {"ceiling_tflops": 0.2})
+    assert read_run(tmp_path).total_steps == 70
+    assert read_run(tmp_path).sessions[0].about == {"device": "cpu", "ceiling_tflops": 0.2}
 
 
 def test_threads_lose_no_span(tmp_path: Path) -> None:
@@ -300,3 +315,21 @@ def test_numbers_and_durations() -> None:
         "–", "0", "7", "0.5", "1,234", "12.3 k", "1 M", "2.5 M", "3 G",
     ]  # fmt: skip
     assert [duration(s) for s in (0.4, 59, 65, 3725, 90_000)] == ["0 s", "59 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
+
+
+def test_meter_without_gpu() -> None:
+    reading = Meter().read()
+    assert 10**6 < reading["memory_bytes"] < reading["memory_total_bytes"]
+    step = StepRecord(step=1, loss=1.0, **reading)
+    assert step.power_watts is None and "power_watts" not in reading
+    assert Meter("00000000-0000-0000-0000-000000000000").read() == {}
+
+
+@pytest.mark.gpu
+def test_meter_reads_the_gpu() -> None:
+    import torch
+
+    held = torch.zeros(2**28, device="cuda")  # 1 GiB
+    reading = Meter(str(torch.cuda.get_device_properties(held.device).uuid)).read()
+    assert held.nbytes <= reading["memory_bytes"] < reading["memory_total_bytes"]
+    assert 0 <= reading["gpu_utilisation_percent"] <= 100 and reading["power_watts"] > 0

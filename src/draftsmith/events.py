@@ -170,6 +170,10 @@ class EventLog:
             values.setdefault("wait_seconds", wait)
         self._write(kind="step", t=self.seconds(time.monotonic_ns()), **values)
 
+    def plan(self, total_steps: int, about: dict[str, Any] | None = None) -> None:
+        """What is known only after the log was opened: the run's length, and more facts about the worker."""
+        self._write(kind="plan", t=self.seconds(time.monotonic_ns()), total_steps=total_steps, about=about or {})
+
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write(kind="evaluation", t=self.seconds(time.monotonic_ns()), **_known(record))
 
@@ -188,7 +192,7 @@ class EventLog:
         for _ in range(len(self._spans)):  # threads may append meanwhile: theirs go with the next flush
             name, start, end, attributes = self._spans.popleft()
             by_name.setdefault(name, []).append((start, end, attributes))
-        sums = {name: sum(end - start for start, end, _ in spans) / 1e9 for name, spans in by_name.items()}
+        sums = own_seconds([(name, start, end) for name, spans in by_name.items() for start, end, _ in spans])
         for name, spans in by_name.items():
             self._write(kind="spans", name=name, **self._columns(spans))
         if sums:
@@ -245,6 +249,20 @@ class Span:
 
     def __exit__(self, *_: object) -> None:
         self._append((self._name, self._start, time.monotonic_ns(), self._attributes))
+
+
+def own_seconds(spans: list[tuple[str, int, int]]) -> dict[str, float]:
+    """Seconds by name from (name, start ns, end ns). Time inside a span that lies within another counts for the inner."""
+    sums: dict[str, int] = dict.fromkeys((name for name, _, _ in spans), 0)
+    around: list[tuple[str, int]] = []
+    for name, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
+        while around and around[-1][1] <= start:
+            around.pop()
+        sums[name] += end - start
+        if around and end <= around[-1][1]:
+            sums[around[-1][0]] -= end - start
+        around.append((name, end))
+    return {name: nanoseconds / 1e9 for name, nanoseconds in sums.items()}
 
 
 def _known(record: StepRecord | EvaluationRecord) -> dict[str, Any]:

@@ -252,7 +252,10 @@ class _File:
         for values in [*_parse(lines), *session.busy(last=1)]:
             kind = values.pop("kind")
             session.last = max(session.last, values["t"])
-            if kind == "end":
+            if kind == "plan":
+                session.total_steps = values["total_steps"]
+                session.about |= values["about"]
+            elif kind == "end":
                 session.ended, session.error = True, values["error"]
             elif kind in records:
                 records[kind].append(values)

@@ -170,11 +170,15 @@ def timeline(key: str, sessions: Sequence[Session], seconds: float) -> Figure | 
     end = begin + seconds if len(drawn) < BARS else drawn[-1].start
     names = ordered({bar.name for bar in drawn})
     plot = go.Figure(layout=_layout("", legend=True))
-    for name in names:
+    times = {name: [bar.seconds for bar in drawn if bar.name == name] for name in names}
+    for name in sorted(
+        names, key=lambda n: -float(np.median(times[n]))
+    ):  # short spans lie on the long ones around them
         own = [bar for bar in drawn if bar.name == name]
         plot.add_bar(
             y=[bar.worker for bar in own], base=_plain([1e3 * (bar.start - begin) for bar in own]),
-            x=_plain([1e3 * bar.seconds for bar in own]), name=name, orientation="h", customdata=[bar.what for bar in own],
+            x=_plain([1e3 * bar.seconds for bar in own]), name=name, orientation="h",
+            customdata=[bar.what for bar in own], legendrank=names.index(name),
             marker={"color": span_color(name, names), "line": {"width": 0}, "pattern": _pattern(name)},
             hovertemplate=f"{name} %{{customdata}}<br>%{{x:,.4~g}} ms<extra></extra>",
         )  # fmt: skip
@@ -183,7 +187,6 @@ def timeline(key: str, sessions: Sequence[Session], seconds: float) -> Figure | 
     plot.update_xaxes(range=[0, (end - begin) * 1e3], title_text="ms", showgrid=True)
     plot.update_yaxes(categoryorder="array", categoryarray=workers, showgrid=False, automargin=True, title_text=None)
     reading = f"{end - begin:.3g} seconds from the middle of the run; draftsmith trace shows all of it."
-    times = {name: [bar.seconds for bar in drawn if bar.name == name] for name in names}
     rows = tuple((name, f"{len(all_)}", f"{np.median(all_) * 1e3:,.4g} ms") for name, all_ in times.items())
     title = "A stretch of the timeline"
     return Figure(key, title, reading, plot, Table(title, ("span", "times", "median"), rows), wide=True)
