@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-Format = Literal["auto", "jsonl", "json", "csv", "parquet", "arrow", "text"]
+Format = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow"]
 Shape = Literal["auto", "messages", "conversations", "prompt", "alpaca", "text", "rendered", "tokens"]
 
 
@@ -54,6 +54,8 @@ class PrepareOptions:
     """Seconds that one chunk of rows may take before the run is given up."""
     show: int = 0
     """Print this many kept rows with their supervised tokens coloured."""
+    parquet: bool = False
+    """Also write train.parquet and held_out.parquet beside the shards, for other tools."""
     overwrite: bool = False
     """Replace an existing corpus, once the new one is complete."""
     trust_remote_code: bool = False

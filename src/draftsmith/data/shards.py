@@ -75,6 +75,10 @@ class Corpus:
         start, end = self.offsets[index], self.offsets[index + 1]
         return self._tokens[start:end], self._mask[start:end]
 
+    def flat(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, mask) of the flat token numbers [start, end)."""
+        return self._tokens[start:end], self._mask[start:end]
+
 
 def read_manifest(directory: Path) -> Manifest:
     """manifest.json of a corpus directory."""
@@ -148,6 +152,17 @@ class ShardWriter:
     def append_line(self, name: str, line: bytes) -> None:
         """Add a line to rejected.jsonl or to another text file among `_names`."""
         self._files[name].write(line)
+
+    def saved_hashes(self) -> np.ndarray:
+        """Content hashes (uint64) of the documents that an interrupted preparation kept."""
+        self._files["hashes.bin"].flush()
+        return np.fromfile(self.staging / "hashes.bin", "<u8")
+
+    def shuffle(self, seed: int) -> None:
+        """Put each split's documents into an order drawn from `seed`, with memory for little more than the order."""
+        self.close()
+        for split in SPLITS:
+            _shuffle_split(self.staging / split, seed)
 
     def save_progress(self, state: dict[str, Any]) -> None:
         """Everything appended so far, with `state`, survives a kill."""
@@ -225,6 +240,28 @@ class ShardWriter:
         file.truncate(self._sizes[name])
         file.seek(self._sizes[name])
         return file
+
+
+def _shuffle_split(folder: Path, seed: int) -> None:
+    from draftsmith.unit import hash64
+
+    old = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in _FILES.items()}
+    lengths = np.diff(old["offsets"])
+    order = np.argsort(hash64(seed, 0x73687566, np.arange(len(lengths))), kind="stable")
+    new = {
+        "offsets": np.concatenate([[0], np.cumsum(lengths[order])]).astype(_FILES["offsets"]),
+        "anchors": old["anchors"][order],
+    }
+    for name in ("tokens", "mask"):
+        with open(folder / f".{name}.shuffled", "wb", buffering=_BUFFER) as file:
+            for index in order.tolist():
+                file.write(old[name][old["offsets"][index] : old["offsets"][index + 1]].data)
+            file.flush()
+            os.fsync(file.fileno())
+    for name, values in new.items():
+        _write(folder / f".{name}.shuffled", np.ascontiguousarray(values).tobytes())
+    for name in _FILES:
+        os.replace(folder / f".{name}.shuffled", folder / f"{name}.bin")
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:
