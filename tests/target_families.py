@@ -62,7 +62,7 @@ def save_family(family: str, directory: Path, dtype: torch.dtype = torch.float32
     kind = transformers.AutoModelForImageTextToText if family == "qwen2_5_vl" else transformers.AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager", dtype=dtype).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # sinks, biases and norms start equal: make them tell
+        for parameter in model.parameters():  # sinks, biases and norms start equal: make them tell
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(directory, **saving)

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.target_facts import describe, first_line, gguf_file
@@ -15,7 +16,7 @@ RESERVED = re.compile(
 MASK_NAMES = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 
 
-def unused_rows(directory: Path, tokenizer) -> range:
+def unused_rows(directory: Path, tokenizer: Any) -> range:
     """Rows of the target's embedding behind the last id of its tokenizer."""
     last = max(tokenizer.get_vocab().values())
     return range(last + 1, describe(directory).vocab_size)
@@ -25,7 +26,7 @@ def find_mask_token(directory: Path) -> tuple[int, str]:
     """(id, reason) of a row that no text uses: a mask token of the model's own, else the first embedding row behind
     the tokenizer, else a reserved special token that the chat template does not write. UserError when there is none."""
     tokenizer = load_tokenizer(directory)
-    used = tokens_in_use(tokenizer)
+    used = tokens_in_use(directory, tokenizer)
     vocabulary = tokenizer.get_vocab()
     rows = describe(directory).vocab_size
     for name in MASK_NAMES:
@@ -53,7 +54,7 @@ def check_mask_token(directory: Path, token: int) -> str:
     name = tokenizer.convert_ids_to_tokens(token) if token <= max(tokenizer.get_vocab().values()) else None
     if name is None:
         return f"mask token {token}: an embedding row that the tokenizer does not use"
-    why = tokens_in_use(tokenizer).get(token)
+    why = tokens_in_use(directory, tokenizer).get(token)
     known = tokenizer.added_tokens_decoder.get(token)
     if why is None and (known is None or not known.special):
         why = "a token of ordinary text"
@@ -63,9 +64,9 @@ def check_mask_token(directory: Path, token: int) -> str:
     return f"mask token {token}: {name}, a special token that the chat template does not write"
 
 
-def tokens_in_use(tokenizer) -> dict[int, str]:
-    """Special tokens that texts hold, with the reason: named roles (eos, pad ...) and what chat templates write."""
-    used = {}
+def tokens_in_use(directory: Path, tokenizer: Any) -> dict[int, str]:
+    """Special tokens that texts hold, with the reason: named roles (eos, pad ...), stop tokens, what templates write."""
+    used = dict.fromkeys(stop_tokens(directory), "a stop token of the model")
     for role, value in tokenizer.special_tokens_map.items():
         if role.startswith("mask"):
             continue
@@ -83,16 +84,19 @@ def tokens_in_use(tokenizer) -> dict[int, str]:
     return used
 
 
-def stop_tokens(directory: Path) -> Iterable[int]:
+def stop_tokens(directory: Path) -> Iterator[int]:
     """End-of-text ids that generation_config.json and config.json name."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         if path.is_file():
-            eos = json.loads(path.read_text()).get("eos_token_id")
+            try:
+                eos = json.loads(path.read_text()).get("eos_token_id")
+            except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
+                raise UserError(f"{path}: not a JSON object; fetch it again") from None
             yield from eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
-def load_tokenizer(directory: Path):
+def load_tokenizer(directory: Path) -> Any:
     """The target's tokenizer; UserError when the directory has none."""
     from transformers import AutoTokenizer
 

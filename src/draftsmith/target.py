@@ -18,7 +18,7 @@ from draftsmith.mask_token import check_mask_token, find_mask_token, unused_rows
 from draftsmith.target_attention import PACKED, DocumentLoop, Kernel, attach, register
 from draftsmith.target_facts import TargetFacts, describe, read_config
 from draftsmith.target_fuse import fuse_siblings
-from draftsmith.target_kernels import FlexBlocks, VarlenFlash
+from draftsmith.target_kernels import FlexBlocks, VarlenCudnn, VarlenFlash
 from draftsmith.target_load import find_layers, is_quantized, load_decoder
 from draftsmith.target_proof import Survey, prove, survey
 from draftsmith.target_run import FixedShape
@@ -53,8 +53,7 @@ class Target:
         self.kernel: Kernel = DocumentLoop()
         self._outputs: dict[int, Tensor] = {}
         self._runs: dict[int, FixedShape] = {}
-        for index in set(taps):
-            layers[index].register_forward_hook(self._keep(index))
+        self.hooks = [layers[index].register_forward_hook(self._keep(index)) for index in sorted(set(taps))]
 
     @classmethod
     def load(
@@ -195,13 +194,14 @@ class Target:
 def choose_kernel(found: Survey, rows: RowPlan, wanted: str, device: torch.device) -> Kernel:
     """varlen where the family's scores are plain softmax in half precision, else flex."""
     suits = VarlenFlash.suits(found.dtype, found.head_dim, found.softcap)
-    if wanted == "varlen" and not suits:
-        raise UserError("attention varlen needs half precision, heads of at most 256 and no soft-cap; use flex")
-    if wanted == "varlen" or (wanted == "auto" and suits):
+    if wanted in ("varlen", "cudnn"):
+        if not suits:
+            raise UserError(f"attention {wanted} needs half precision, heads of at most 256 and no soft-cap; use flex")
         # Room for the rows of the proof, which hold a few short documents among the longest.
         documents = max(rows.documents, -(-rows.tokens // rows.longest) + 6)
-        return VarlenFlash(rows.tokens, documents, rows.longest, device)
-    return FlexBlocks(rows.tokens, found.windows, device)
+        kind = VarlenFlash if wanted == "varlen" else VarlenCudnn
+        return kind(rows.tokens, documents, rows.longest, device)
+    return FlexBlocks(rows.tokens, found.windows, device, {"USE_TMA": True} if wanted == "flex-tma" else None)
 
 
 def own_attention(decoder: nn.Module) -> str:

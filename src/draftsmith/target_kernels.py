@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from draftsmith.target_attention import Scores
 
@@ -30,8 +30,9 @@ class FlexBlocks:
 
     name = "flex_attention with document blocks"
 
-    def __init__(self, tokens: int, windows: set[int | None], device: torch.device):
-        """`windows`: every window that a layer may ask for; None is full attention."""
+    def __init__(self, tokens: int, windows: set[int | None], device: torch.device, options: dict | None = None):
+        """`windows`: every window that a layer may ask for; None is full attention. `options`: the kernel's own."""
+        self._options = options
         self.starts = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.masks = {w: _empty_mask(tokens, self._rule(w), device) for w in windows}
         self._flex = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
@@ -45,7 +46,7 @@ class FlexBlocks:
                 (mask.full_kv_num_blocks, mask.full_kv_indices, full),
             ):
                 number.copy_(table.sum(-1, dtype=torch.int32)[None, None])
-                order.copy_(table.int().argsort(-1, descending=True, stable=True).int()[None, None])
+                order.copy_(table.int().argsort(dim=-1, descending=True, stable=True).int()[None, None])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         cap = scores.softcap
@@ -59,10 +60,11 @@ class FlexBlocks:
             block_mask=self.masks[scores.window],
             scale=scores.scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            return_lse=scores.sinks is not None,
+            kernel_options=self._options,
+            return_aux=AuxRequest(lse=True) if scores.sinks is not None else None,
         )
         if scores.sinks is not None:
-            out, log_z = out  # [1, h, T, dv], [1, h, T]
+            out, log_z = out[0], out[1].lse  # [1, h, T, dv], [1, h, T]
             out = out * torch.sigmoid(log_z - scores.sinks.float()[None, :, None])[..., None].to(out.dtype)
         return out[0].transpose(0, 1)
 
@@ -144,3 +146,28 @@ class VarlenFlash:
     @staticmethod
     def suits(dtype: torch.dtype, head_dim: int, softcap: bool) -> bool:
         return dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and not softcap
+
+
+@torch.library.custom_op("draftsmith::cudnn_ragged", mutates_args=())
+def cudnn_ragged(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float) -> Tensor:
+    """Causal attention of ragged documents by cuDNN; shapes as everywhere here, edges [N+1] int32."""
+    found = torch.ops.aten._cudnn_attention_forward(
+        q, k, v, None, edges, edges, longest, longest, False, 0.0, True, False, scale=scale
+    )
+    return found[0]
+
+
+@cudnn_ragged.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float) -> Tensor:
+    return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+class VarlenCudnn(VarlenFlash):
+    """cuDNN's attention for ragged batches: plain causal softmax without windows or sinks."""
+
+    name = "cuDNN attention over ragged documents"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        if scores.window or scores.sinks is not None or scores.softcap:
+            raise TypeError("cuDNN's ragged attention knows no window, sinks or soft-cap")
+        return cudnn_ragged(q.contiguous(), k.contiguous(), v.contiguous(), self.edges, self.longest, scores.scale)

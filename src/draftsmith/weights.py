@@ -165,8 +165,7 @@ def table_scales(text) -> tuple[float, float, float]:
 def last_layers(directory: Path, count: int) -> tuple[list[dict[str, Tensor]], Tensor]:
     """Tensors of the target's last `count` decoder layers by z-lab's names (`self_attn.q_proj.weight` ...), and its final norm.
 
-    Sibling projections that the family stores as one (qkv_proj, gate_up_proj) are split. float32, CPU. UserError says what
-    of the family has no place in a draft layer.
+    Names and shapes are the family's; float32, CPU. UserError when there are too few layers, or none under the usual names.
     """
     text = read_config(directory).get_text_config(decoder=True)
     shards = Shards.open(directory)

@@ -26,10 +26,13 @@ def init_from_target(drafter: DFlash, directory: Path) -> None:
         raise UserError(
             f"{directory}: the target rotates only {partial:g} of each head, a draft layer all; {OTHERWISE}"
         )
+    activation = text.to_dict().get("hidden_act") or text.to_dict().get("hidden_activation") or "silu"
+    if activation not in ("silu", "swish"):
+        raise UserError(f"{directory}: the target's MLP uses {activation}, a draft layer SiLU; {OTHERWISE}")
     layers, norm = last_layers(directory, shape.num_layers)
     state = {n: t.detach().clone() for n, t in to_zlab(dict(drafter.named_parameters()), shape).items()}
     for index, layer in enumerate(layers):
-        _fill(state, f"layers.{index}.", layer, directory)
+        _fill(state, f"layers.{index}.", _split(layer, shape), directory)
     state["fc.weight"] = pass_last_tap(shape)
     state["norm.weight"] = norm
     state["hidden_norm.weight"] = torch.ones(shape.hidden_size)
@@ -44,6 +47,21 @@ def pass_last_tap(shape: DFlashShape) -> Tensor:
     weight = torch.zeros(shape.hidden_size, len(shape.taps) * shape.hidden_size)
     weight[:, -shape.hidden_size :] = torch.eye(shape.hidden_size)
     return weight
+
+
+def _split(layer: dict[str, Tensor], shape: DFlashShape) -> dict[str, Tensor]:
+    """Families that store siblings as one (qkv_proj, gate_up_proj) in z-lab's names; what does not fit stays as it is."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    out = {}
+    for name, tensor in layer.items():
+        if name == "self_attn.qkv_proj.weight" and tensor.shape[0] == q + 2 * kv:
+            for part, piece in zip("qkv", tensor.split((q, kv, kv)), strict=True):
+                out[f"self_attn.{part}_proj.weight"] = piece
+        elif name == "mlp.gate_up_proj.weight" and tensor.shape[0] == 2 * shape.intermediate_size:
+            out["mlp.gate_proj.weight"], out["mlp.up_proj.weight"] = tensor.chunk(2)
+        else:
+            out[name] = tensor
+    return out
 
 
 def _fill(state: dict[str, Tensor], prefix: str, layer: dict[str, Tensor], directory: Path) -> None:
