@@ -1,5 +1,6 @@
 """Decoding is lossless: greedy text is the target's own, samples follow its distribution; and the walk agrees with it."""
 
+import copy
 from dataclasses import replace
 from itertools import product
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
-from draftsmith.decode import Decoder, Sampling, _prefill_groups
+from draftsmith.decode import GREEDY, Decoder, Sampling, _prefill_groups
 from draftsmith.errors import UserError
+from draftsmith.export import cast_weights
 from draftsmith.loss import Head
 from draftsmith.walk import Walk, spans, walk, walk_row
 from tiny_models import Trained, own_greedy, random_drafter, random_prompts, shape_for, tables_of, tiny_target
@@ -123,6 +125,21 @@ def test_bfloat16_runs(half_trained):
         parameter.data = parameter.data.bfloat16()
     (drafted,) = Decoder(half, drafter, tables_of(half)).generate([pairs[0][0]], 9)
     assert len(drafted.tokens) == 9
+
+
+@pytest.mark.gpu
+def test_cuda_writes_what_the_cpu_writes(half_trained):
+    """float32, greedy and sampled; bfloat16 runs."""
+    model, trained, pairs = half_trained
+    prompts, tables = [p for p, _ in pairs], tables_of(model)
+    expected = [Decoder(model, trained.drafter, tables).generate(prompts, NEW, [9], s) for s in (GREEDY, Sampling(0.8))]
+    there = copy.deepcopy(model).cuda()
+    drafter = copy.deepcopy(trained.drafter).cuda()
+    decoder = Decoder(there, drafter, tables_of(there))
+    for sampling, answers in zip((GREEDY, Sampling(0.8)), expected, strict=True):
+        assert decoder.generate(prompts, NEW, [9], sampling) == answers
+    half = Decoder(there.bfloat16(), cast_weights(drafter, torch.bfloat16), tables_of(there))
+    assert all(len(g.tokens) == NEW for g in half.generate(prompts, NEW))
 
 
 def test_targets_that_cannot_forget_are_refused():

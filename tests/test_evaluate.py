@@ -176,3 +176,11 @@ def test_a_drafter_of_another_target_is_refused(trained):
     other = save_target(tiny_target(vocab=80), root / "other")
     with pytest.raises(UserError, match="made for another target: vocabulary 70 instead of 80"):
         evaluate(replace(options, target=str(other)))
+
+
+def test_a_target_that_does_not_load_is_one_line(trained, tmp_path):
+    options, model, drafter, _ = trained
+    target = save_target(model, tmp_path / "target")
+    (target / "model.safetensors").write_bytes((target / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(UserError, match="cannot load it as a causal language model"):
+        evaluate(replace(options, target=str(target)))

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from draftsmith.caches import DraftCache, TargetCache, attention_kinds, causal_masks
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.step import Tables
+from draftsmith.target_load import find_layers
 from draftsmith.unit import hash64
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one forward pass
@@ -68,6 +69,8 @@ class Decoder:
         if drafter and not 2 <= self.block_size <= drafter.shape.block_size:
             raise ValueError(f"block size {block_size} is not in 2..{drafter.shape.block_size}, as trained")
         attention_kinds(model.config)  # refuses targets that cannot take tokens back
+        parent, name = find_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
+        self._layers = parent.get_submodule(name)
         self.device, self.dtype = model.device, model.dtype
         self.slots = torch.arange(self.block_size, device=self.device)
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -177,14 +180,13 @@ class Decoder:
         """Collects the outputs of the tapped decoder layers, in the drafter's order (hidden_states[L + 1] in transformers'
         terms, but for the last layer, whose entry there is already normed)."""
         taps: list[Tensor] = [torch.empty(0)] * len(self.drafter.shape.taps) if self.drafter else []
-        layers = self.model.get_decoder().layers
         handles = []
         for i, layer in enumerate(self.drafter.shape.taps if self.drafter else ()):
 
             def keep(module: torch.nn.Module, args: tuple, output: Tensor | tuple, i: int = i) -> None:
                 taps[i] = output[0] if isinstance(output, tuple) else output
 
-            handles.append(layers[layer].register_forward_hook(keep))
+            handles.append(self._layers[layer].register_forward_hook(keep))
         try:
             yield taps
         finally:

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import TemplateError
+from rich.console import Console as RichConsole
 from rich.table import Table
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith import models
@@ -27,6 +29,7 @@ from draftsmith.export import DrafterInfo, cast_weights, check_fits, load_drafte
 from draftsmith.loss import Head
 from draftsmith.options import EvaluateOptions
 from draftsmith.step import Tables
+from draftsmith.target_load import quiet
 from draftsmith.walk import per_position
 from draftsmith.weights import table_scales
 
@@ -99,7 +102,7 @@ def main(options: EvaluateOptions) -> None:
     if out is not None and out.exists():
         raise UserError(f"{out}: exists already; choose another --out")
     result = evaluate(options)
-    Console().output.print(table(result))
+    RichConsole(highlight=False).print(table(result))
     if out is not None:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -126,17 +129,28 @@ def open_session(options: EvaluateOptions) -> Session:
     if name is None:
         raise UserError(f"{options.drafter}: does not say which target it belongs to; give --target")
     directory = models.resolve(name, options.revision or (None if options.target else info.revision))
-    check_fits(drafter, directory)
+    check_fits(drafter, directory, info.trusts_remote_code)
     device, dtype = device_and_dtype(options)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, info.trusts_remote_code)
     if tokenizer.chat_template is None and info.chat_template is None:
         raise UserError(f"{directory}: the tokenizer has no chat template, and the drafter's recipe names none")
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    model = load_model(directory, dtype, device, info.trusts_remote_code)
     cast_weights(drafter, dtype, device)
     return Session(
         prompts, tokenizer, info, Decoder(model, drafter, shared_tables(model), options.block or 0), Decoder(model),
         stop_tokens(model, tokenizer), options,
     )  # fmt: skip
+
+
+def load_model(directory: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    """The whole target; UserError where transformers cannot make a causal language model of the directory."""
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{directory}: transformers cannot load it as a causal language model: {reason}") from None
+    return model.to(device).eval()
 
 
 def device_and_dtype(options: EvaluateOptions) -> tuple[torch.device, torch.dtype]:

@@ -55,6 +55,11 @@ class DrafterInfo:
     recipe: dict[str, Any] | None = None
     provenance: dict[str, Any] | None = None
 
+    @property
+    def trusts_remote_code(self) -> bool:
+        """Whether the recipe allowed code shipped with the target."""
+        return bool(self.recipe and self.recipe["target"].get("trust_remote_code"))
+
 
 def load_drafter(path: Path) -> tuple[DFlash, DrafterInfo]:
     """Read a drafter (float32, CPU, eval mode) from a checkpoint, a run (best checkpoint, else newest) or an export.
@@ -87,9 +92,9 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; choose another --out or delete it yourself")
     directory = models.resolve(name, revision or info.revision)
-    tables = load_tables(directory, torch.float32, torch.device("cpu"))
+    tables = load_tables(directory, torch.float32, torch.device("cpu"), info.trusts_remote_code)
     traits = _traits(name, directory, tables)
-    check_fits(drafter, directory)
+    check_fits(drafter, directory, info.trusts_remote_code)
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
     cast_weights(drafter, torch_dtype)
     tensors = to_zlab(dict(drafter.named_parameters()), drafter.shape)
@@ -116,9 +121,9 @@ def cast_weights(drafter: DFlash, dtype: torch.dtype, device: torch.device | Non
     return drafter.to(device) if device else drafter
 
 
-def check_fits(drafter: DFlash, target: Path) -> None:
+def check_fits(drafter: DFlash, target: Path, trust_remote_code: bool = False) -> None:
     """The drafter's widths against the target's; UserError names what differs."""
-    facts, shape = describe(target), drafter.shape
+    facts, shape = describe(target, trust_remote_code), drafter.shape
     pairs = {
         "hidden size": (shape.hidden_size, facts.hidden_size),
         "vocabulary": (shape.vocab_size, facts.vocab_size),
