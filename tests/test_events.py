@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,7 @@ def test_any_cut_of_the_last_line_is_coped_with(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
+from dataclasses import fields
 from pathlib import Path
 from draftsmith.events import EventLog, StepRecord
 log = EventLog(Path(sys.argv[1]), total_steps=10**9)
@@ -333,3 +335,11 @@ def test_meter_reads_the_gpu() -> None:
     reading = Meter(str(torch.cuda.get_device_properties(held.device).uuid)).read()
     assert held.nbytes <= reading["memory_bytes"] < reading["memory_total_bytes"]
     assert 0 <= reading["gpu_utilisation_percent"] <= 100 and reading["power_watts"] > 0
+
+
+def test_every_field_is_described() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
+    for record, heading in ((StepRecord, "## Step records"), (EvaluationRecord, "## Evaluation records")):
+        table = page.partition(heading)[2].partition("\n## ")[0]
+        described = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+        assert described == [field.name for field in fields(record)]
