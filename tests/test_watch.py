@@ -21,6 +21,7 @@ from draftsmith.events import EventLog, StepRecord
 from draftsmith.history import read_run
 from draftsmith.profile import StepProfiler
 from draftsmith.sinks import SinkOptions, SinkProcesses, follow, main, metrics
+from draftsmith.status import status_of
 from draftsmith.trace import TraceOptions, clock_shifts, events
 from draftsmith.trace import main as trace_main
 from draftsmith.watch import WatchOptions, sparkline
@@ -111,11 +112,19 @@ def test_status_as_text_and_json(tmp_path: Path) -> None:
     text = draftsmith("status", run)
     assert text.returncode == 0
     assert text.stdout.splitlines()[0].startswith("smol: finished, step 240 of 240, ")
-    assert "checkpoints  80, 160, 240" in text.stdout and "bottleneck   trainer" in text.stdout
+    assert "checkpoints  80, 160, 240" in text.stdout and "bound by     trainer" in text.stdout
     values = json.loads(draftsmith("status", run, "--json").stdout)
     assert values["state"] == "finished" and values["step"] == 240 and values["checkpoints"] == [80, 160, 240]
     assert values["acceptance_length"] == pytest.approx(4.3956, abs=1e-3)
     assert [worker["worker"] for worker in values["workers"]] == ["box.target0", "box.target1", "box.trainer0"]
+
+
+def test_the_trainers_own_word_on_the_bottleneck_counts(tmp_path: Path) -> None:
+    with EventLog(tmp_path) as log:
+        log.step(StepRecord(step=1, loss=1.0, bound_by="input"))
+    run = read_run(tmp_path)
+    assert status_of(run).bottleneck == "input"
+    assert metrics(run)[0][2].keys() == {"train/loss"}, "sinks take numbers only"
 
 
 def test_commands_refuse_what_is_no_run(tmp_path: Path) -> None:

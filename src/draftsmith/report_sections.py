@@ -54,7 +54,7 @@ SPEED = (
     "Useful work is what the drafter's mathematics needs, without recomputation and padding. The ceiling is the same "
     "device's matrix-multiply rate, measured when the run started."
 )
-WORKERS = "Hatched parts are waiting. The busiest role holds the others up."
+WORKERS = "Hatched parts are waiting: for a unit (input), for taps (the target), for a free slot or for other trainers."
 MEMORY = "After warm-up, memory should be flat: shapes are fixed."
 DATA = "Documents of the prepared corpus by length in tokens."
 

@@ -143,7 +143,7 @@ def _numbers(prefix: str, record: Mapping[str, Any]) -> dict[str, float]:
     for name, value in record.items():
         if isinstance(value, list):
             out.update({f"{prefix}/{name}/{k:02d}": float(item) for k, item in enumerate(value, 1) if item is not None})
-        elif value is not None and name not in SKIPPED:
+        elif isinstance(value, int | float) and name not in SKIPPED:
             out[f"{prefix}/{name}"] = float(value)
     return out
 

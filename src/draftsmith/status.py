@@ -68,7 +68,7 @@ class Status:
     checkpoints: list[int]
     workers: list[WorkerStatus]
     bottleneck: str | None
-    """The busiest role, where several roles run side by side: the others wait for it."""
+    """What the speed hangs on: the newest record's `bound_by`, else the busiest of several roles."""
     error: str | None
 
 
@@ -111,7 +111,7 @@ def status_of(run: Run, now: float | None = None) -> Status:
         skipped_updates=newest.get("skipped_updates"),
         checkpoints=run.checkpoints(),
         workers=workers,
-        bottleneck=_bottleneck(run.current()),
+        bottleneck=newest.get("bound_by") or _bottleneck(run.current()),
         error=next((s.error for s in run.current() if s.error), None),
     )
 
@@ -178,7 +178,7 @@ def lines(status: Status) -> list[str]:
         silent = "" if worker.state == "ended" else f", last word {duration(worker.silent_seconds)} ago"
         out.append(f"  {worker.worker}: {worker.state}{busy}{silent}")
     if status.bottleneck:
-        out.append(f"  bottleneck   {status.bottleneck} (the busiest role)")
+        out.append(f"  bound by     {status.bottleneck}")
     return out
 
 

@@ -178,8 +178,8 @@ def _workers(status: Status) -> tuple[Table, Text]:
     names = list(dict.fromkeys(name for worker in status.workers for name in worker.span_shares))
     styles = {n: "yellow" if n.startswith(WAIT_PREFIX) else SPAN_STYLES[i % 6] for i, n in enumerate(names)}
     for worker in status.workers:
-        role = worker.worker.rpartition(".")[2]
-        slow = "  bottleneck" if status.bottleneck and role.rstrip("0123456789") == status.bottleneck else ""
+        role = worker.worker.rpartition(".")[2].rstrip("0123456789")
+        slow = "  bottleneck" if status.bottleneck and role in status.bottleneck else ""
         remark = f"last word {duration(worker.silent_seconds)} ago" if status.state == "running" else worker.state
         table.add_row(worker.worker, ShareBar(worker, styles), f"waits {worker.wait_share or 0:.0%}{slow}", remark)
     legend = Text("  ").join(Text(f"■ {name}", style=styles[name]) for name in names)
