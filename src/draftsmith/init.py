@@ -4,11 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from draftsmith.errors import UserError
 from draftsmith.options import InitOptions
-from draftsmith.unit import UnitShape
+from draftsmith.unit import Documents, UnitShape, fitting_anchor_rate
 
 MAX_BLOCK_TOKENS = 16384  # A*B of one unit: enough to fill a large GPU, small enough for its memory
 
@@ -21,23 +19,20 @@ class UnitProposal:
     reasons: tuple[str, ...]
 
 
-def propose_unit(lengths: np.ndarray, anchor_counts: np.ndarray, block_size: int, device: str = "cpu") -> UnitProposal:
-    """Choose T, A and the anchor rate from a corpus's lengths and valid anchors [documents].
+def propose_unit(corpus: Documents, block_size: int, device: str = "cpu") -> UnitProposal:
+    """Choose T and A from a corpus's lengths and valid anchors.
 
     T holds the longest document and, for little waste at row ends, several mean ones. A is about half of a row's
-    valid anchors (the paper draws up to 512 of a response each epoch), within MAX_BLOCK_TOKENS block tokens.
+    valid anchors (the paper draws up to 512 of a response each epoch), within what a device does in good time.
     """
-    longest, mean = int(lengths.max()), float(lengths.mean())
-    floor = 2048 if device == "cpu" else 4096
-    tokens = max(longest, floor, int(12 * mean))
+    longest, mean = int(corpus.lengths.max()), float(corpus.lengths.mean())
+    floor, several, most = (512, 8, 1024) if device == "cpu" else (4096, 12, MAX_BLOCK_TOKENS)
+    tokens = max(longest, floor, int(several * mean))
     tokens = min(-(-tokens // 128) * 128, (1 << 24) - 1)
-    supervised = tokens * float(anchor_counts.sum()) / float(lengths.sum())  # valid anchors of a full row
-    anchors = min(0.5 * supervised, MAX_BLOCK_TOKENS / block_size)
-    anchors = max(8, int(anchors) // 8 * 8)
-    # A row of average mix asks for 80 % of A: richer mixes still fit (measured: 99.5 % of the tokens, all anchors used).
-    rate = min(1.0, max(1e-3, 0.8 * anchors / supervised))
+    supervised = tokens * float(corpus.anchor_counts.sum()) / float(corpus.lengths.sum())  # valid anchors of a full row
+    anchors = max(8, int(min(0.5 * supervised, most / block_size)) // 8 * 8)
     return UnitProposal(
-        UnitShape(tokens, anchors, block_size, round(rate, 4)),
+        UnitShape(tokens, anchors, block_size, fitting_anchor_rate(corpus, tokens, anchors)),
         (
             f"T = {tokens}: the longest document has {longest} tokens, the mean one {mean:.0f}",
             f"A = {anchors}: a full row has about {supervised:.0f} valid anchors; {anchors} blocks of {block_size} "
@@ -59,7 +54,7 @@ def write_recipe(options: InitOptions) -> None:
     from draftsmith.data.shards import Corpus
     from draftsmith.drafters.dflash import default_taps
     from draftsmith.target import describe, find_mask_token
-    from draftsmith.train import automatic_device
+    from draftsmith.job import automatic_device
 
     if options.out.exists():
         raise UserError(f"{options.out}: exists already; name another with --out, or delete it yourself")
@@ -72,7 +67,7 @@ def write_recipe(options: InitOptions) -> None:
     mask_token, mask_reason = find_mask_token(directory)
     gamma, gamma_reason = _gamma(block)
     taps = default_taps(facts.num_layers, max(layers, 3))
-    unit = propose_unit(corpus.lengths, corpus.anchor_counts, block, device)
+    unit = propose_unit(corpus, block, device)
     lines = [
         f"# Written by `draftsmith init {options.target} {options.corpus}`. Any key may be changed, here or as a flag.",
         "[target]",
@@ -95,7 +90,6 @@ def write_recipe(options: InitOptions) -> None:
         "[unit]",
         f"tokens = {unit.shape.tokens}  # {unit.reasons[0]}",
         f"anchors = {unit.shape.anchors}  # {unit.reasons[1]}",
-        f"anchor_rate = {unit.shape.anchor_rate}  # anchors that a supervised token asks for when rows are packed",
         f"per_step = {1 if small else 4}  # units per optimizer step over all trainers",
         "",
         "[loss]",
