@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.target import Target
+from draftsmith.target import Target, load_tables
 from target_families import FAMILIES, HIDDEN, LAYERS, VOCAB, save_family
 
 TAPS = (0, 2, LAYERS - 2)
@@ -18,6 +18,7 @@ class Case:
     def __init__(self, family: str, directory: Path):
         self.family = family
         self.model = save_family(family, directory)
+        self.directory = directory
         self.target = Target.load(directory, TAPS, torch.float32, torch.device("cpu"))
 
     @torch.no_grad()
@@ -87,3 +88,16 @@ def test_a_changed_token_changes_no_tap_before_it(case):
 
 def test_packed_or_not_is_as_listed(case):
     assert case.target.packed == FAMILIES[case.family][2]
+
+
+@torch.no_grad()
+def test_frozen_tables_give_the_models_own_embeddings_and_logits(case):
+    tables = load_tables(case.directory, torch.float32, torch.device("cpu"))
+    ids = documents()[0]
+    answer = case.model(input_ids=ids[None], output_hidden_states=True)
+    embedded = torch.nn.functional.embedding(ids, tables.embedding) * tables.embed_scale
+    torch.testing.assert_close(embedded, answer.hidden_states[0][0], rtol=1e-5, atol=1e-5)
+    logits = answer.hidden_states[-1][0] @ tables.head.weight.T * tables.head.scale
+    if tables.head.softcap:
+        logits = torch.tanh(logits / tables.head.softcap) * tables.head.softcap
+    torch.testing.assert_close(logits, answer.logits[0], rtol=1e-5, atol=1e-4)

@@ -45,7 +45,7 @@ def load_decoder(
             options["key_mapping"] = {f"^{prefix.replace('.', chr(92) + '.')}": ""} if prefix else None
         else:
             names = {n: n.removeprefix(prefix) for n in shards.tensors if n.startswith(prefix)}
-            options["state_dict"], place = {new: shards.tensors[old] for old, new in names.items()}, None
+            options["state_dict"], place = {new: shards.tensors[old].widened(dtype) for old, new in names.items()}, None
     try:
         with quiet():
             model, info = cut(family, count).from_pretrained(place, **options)

@@ -1,7 +1,7 @@
 """Tensors of a target by name, read lazily from its safetensors shards: embedding, head, and its last layers."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from draftsmith.loss import Head
 from draftsmith.step import Tables
 from draftsmith.target_facts import is_tied, read_config
 
+PIECE = 1 << 20  # bytes read at a time; a multiple of every itemsize
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING_LEAVES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
@@ -35,15 +36,33 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int  # bytes from the file's beginning
     end: int
+    wanted: torch.dtype | None = None
+    """What `[...]` converts to while reading, None for the stored dtype."""
 
     def __getitem__(self, index: Any) -> Tensor:
-        with self.path.open("rb") as file:
+        return self.read(self.wanted)[index]
+
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor on the CPU; converted piece by piece, so that it never stands in memory twice."""
+        stored = DTYPES[self.dtype]
+        out = torch.empty(self.shape, dtype=dtype or stored)
+        flat, piece = out.view(-1), bytearray(min(PIECE, self.end - self.start))
+        with self.path.open("rb", buffering=0) as file:
             file.seek(self.start)
-            data = bytearray(self.end - self.start)
-            if file.readinto(data) != len(data):
-                raise UserError(f"{self.path}: cut short inside {self.name}; fetch it again")
-        dtype = DTYPES[self.dtype]
-        return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).view(self.shape)[index]
+            for at in range(self.start, self.end, PIECE):
+                view = memoryview(piece)[: min(PIECE, self.end - at)]
+                if _read_into(file, view) != len(view):
+                    raise UserError(f"{self.path}: cut short inside {self.name}; fetch it again")
+                part = torch.frombuffer(view, dtype=stored)
+                first = (at - self.start) // stored.itemsize
+                flat[first : first + part.numel()].copy_(part)
+        return out
+
+    def widened(self, dtype: torch.dtype) -> "StoredTensor":
+        """Converts to `dtype` where that loses nothing: transformers keeps some tensors in float32 whatever the model's."""
+        stored = DTYPES[self.dtype]
+        wider = stored.is_floating_point and stored.itemsize in (2, 4) and dtype.itemsize > stored.itemsize
+        return replace(self, wanted=dtype) if wider else self
 
     def get_dtype(self) -> str:
         return self.dtype
@@ -82,9 +101,20 @@ class Shards:
                 raise UserError(f"{directory / file}: no tensor {name}, but {INDEX} lists it; fetch the shard again")
         return cls(directory, tensors)
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, CPU, as stored."""
-        return self.tensors[name][...]
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor, CPU, as stored or as `dtype`."""
+        return self.tensors[name].read(dtype)
+
+
+def _read_into(file: Any, view: memoryview) -> int:
+    """Fill `view` from an unbuffered file; returns fewer bytes only at the file's end."""
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            break
+        done += count
+    return done
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
@@ -120,7 +150,7 @@ def load_tables(
     size = (text.vocab_size, text.hidden_size)
     scale, logit_scale, softcap = table_scales(text)
     shards = Shards.open(directory)
-    embedding, head = (_table(shards, leaves, size) for leaves in (EMBEDDING_LEAVES, HEAD_LEAVES))
+    embedding, head = (_table(shards, leaves, size, dtype) for leaves in (EMBEDDING_LEAVES, HEAD_LEAVES))
     if embedding is None and head is None:
         raise UserError(f"{directory}: no tensor of the embedding (looked for {', '.join(EMBEDDING_LEAVES)})")
     if embedding is None or head is None:
@@ -131,12 +161,12 @@ def load_tables(
     elif is_tied(config) and torch.equal(embedding, head):
         head = embedding
     same = head is embedding
-    embedding = embedding.to(device, dtype)
-    head = embedding if same else head.to(device, dtype)
+    embedding = embedding.to(device)
+    head = embedding if same else head.to(device)
     return Tables(embedding, scale, Head(head, logit_scale, softcap))
 
 
-def _table(shards: Shards, leaves: tuple[str, ...], size: tuple[int, int]) -> Tensor | None:
+def _table(shards: Shards, leaves: tuple[str, ...], size: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
     """The [V, H] matrix of one of these modules, None without one. The outermost: MTP heads and vision towers nest deeper."""
     found = [
         n for n in shards.tensors if n.removesuffix(".weight").rpartition(".")[2] in leaves and ".layers." not in n
@@ -147,7 +177,7 @@ def _table(shards: Shards, leaves: tuple[str, ...], size: tuple[int, int]) -> Te
     if name is None:
         shape = list(shards.tensors[found[0]].shape)
         raise UserError(f"{shards.tensors[found[0]].path}: {found[0]} is {shape}, config.json says {list(size)}")
-    return shards.read(name)
+    return shards.read(name, dtype)
 
 
 def table_scales(text) -> tuple[float, float, float]:
@@ -176,11 +206,13 @@ def last_layers(directory: Path, count: int) -> tuple[list[dict[str, Tensor]], T
     layers = []
     for index in range(first, text.num_hidden_layers):
         start = f"{prefix}{index}."
-        layers.append({n.removeprefix(start): shards.read(n).float() for n in shards.tensors if n.startswith(start)})
+        layers.append(
+            {n.removeprefix(start): shards.read(n, torch.float32) for n in shards.tensors if n.startswith(start)}
+        )
     norm = next((n for n in (prefix.removesuffix("layers.") + "norm.weight",) if n in shards.tensors), None)
     if norm is None:
         raise UserError(f"{directory}: no final norm beside {prefix}0")
-    return layers, shards.read(norm).float()
+    return layers, shards.read(norm, torch.float32)
 
 
 def _layers_prefix(shards: Shards) -> str:
