@@ -87,6 +87,7 @@ def test_zlab_config_has_every_key_and_both_spellings(tmp_path, target, drafter)
         "torch_dtype": "float32", "tie_word_embeddings": False, "use_cache": True,
     }  # fmt: skip
     assert config == expected
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1  # as the umask says, weights too
     names = set(load_file(tmp_path / "out" / "model.safetensors"))
     assert len(names) == 11 * 2 + 3 and "layers.1.self_attn.k_norm.weight" in names
 

@@ -271,11 +271,11 @@ def test_threads(targets, trainers, slots):
     def target(t: int) -> None:
         name = f"target {t}"
         local[name] = memory.make_slots("local", slots, TOKENS, WIDTH, torch.float32, torch.device("cpu"))
-        lines = memory.offer(down[t], name, 0, local[name], 20)
+        lines, _ = memory.offer(down[t], name, 0, local[name], 20)
         target_loop(TargetEnd(name, 0, cell, local[name].tensors, lines, PATIENCE), plan, cell, t)
 
     def trainer(r: int) -> None:
-        lines, opened = memory.receive(up[r], f"trainer {r}", r, 0, local, 20)
+        lines, opened = memory.receive(up[r], f"trainer {r}", r, 0, 2, local, 20)
         seen[r] = trainer_loop(TrainerEnd(f"trainer {r}", 0, cell, opened, lines, PATIENCE), plan, cell, r)
 
     def guarded(work, index: int) -> None:
@@ -309,7 +309,7 @@ CHILD = textwrap.dedent(
     listener = memory.listen(directory, index)
     print("listening", flush=True)
     owned = memory.make_slots("shared", 2, TOKENS, WIDTH, getattr(torch, sys.argv[6]), torch.device("cpu"))
-    lines = memory.offer(memory.accept(listener, trainers, 20), f"target {{index}}", 0, owned, 20)
+    lines, _ = memory.offer(memory.accept(listener, trainers, 20), f"target {{index}}", 0, owned, 20)
     cell = Cell(targets, trainers, 0, trainers)
     target_loop(TargetEnd(f"target {{index}}", 0, cell, owned.tensors, lines, PATIENCE), Plan(0, steps, 2), cell, index)
     print("left", flush=True)
@@ -329,7 +329,7 @@ def test_processes_share_memory_and_leave_nothing():
     assert directory.stat().st_mode & 0o777 == 0o700
     cell, steps = Cell(2, 1), 40
     children = [start_target(directory, t, 2, 1, steps, "bfloat16") for t in range(2)]
-    lines, opened = memory.receive(memory.connect(directory, 2), "trainer 0", 0, 0, None, 20)
+    lines, opened = memory.receive(memory.connect(directory, 2), "trainer 0", 0, 0, 0, None, 20)
     assert opened[0][0].dtype == torch.bfloat16 and len(opened[0]) == 2
     end = TrainerEnd("trainer 0", 0, cell, opened, lines, PATIENCE)
     # Nobody can shorten the file under a reader's feet, not even by its descriptor.
@@ -356,7 +356,7 @@ def test_a_killed_target_is_named_at_once_with_its_last_act():
     directory = memory.meeting_place()
     child = start_target(directory, 0, 1, 1, 100)
     cell = Cell(1, 1)
-    lines, opened = memory.receive(memory.connect(directory, 1), "trainer 0", 0, 7 - 7, None, 20)
+    lines, opened = memory.receive(memory.connect(directory, 1), "trainer 0", 0, 0, 0, None, 20)
     end = TrainerEnd("trainer 0", 0, cell, opened, lines, PATIENCE)
     items = list(cell_items(Plan(0, 100, 2), cell))
     end.take(items[0])

@@ -32,7 +32,9 @@ def reference_unit(t: dict, meta: dict) -> Unit:
     documents = t["batch.document_ids"][0].numpy()
     labels = t["expected.verifier_logits"].argmax(-1).view(-1, B).numpy()[:, 1:]
     scored = t["expected.slot_mask"].view(-1, B).numpy()[:, 1:]
-    starts = np.array([np.flatnonzero(documents == documents[a])[0] if ok else 0 for a, ok in zip(anchors, valid)])
+    starts = np.array(
+        [np.flatnonzero(documents == documents[a])[0] if ok else 0 for a, ok in zip(anchors, valid, strict=True)]
+    )
     return Unit(
         0, t["batch.input_ids"][0].numpy(), t["batch.position_ids"][0].numpy(), documents,
         anchors, starts, labels, scored, T, int(valid.sum()), (),
@@ -75,7 +77,9 @@ def test_logits_loss_and_gradients_equal_the_independent_implementation(case):
     assert float(loss_sum / count) == pytest.approx(float(meta["loss"]), rel=1e-5)
     gradients = to_zlab(step.flat.named(step.flat.gradient / step.constant / count), step.drafter.shape)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, t[f"grads.{name}"], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gradient, t[f"grads.{name}"], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
     # The sum law's own denominator: the sum of weights for decay, the number of scored slots for D-PACE.
     scored = t["expected.slot_mask"].view(-1, step.shape.block_size)[:, 1:]

@@ -5,11 +5,11 @@ z-lab's tensor names), optimizer.safetensors (exp_avg.NAME, exp_avg_sq.NAME) and
 temporary directory, flushed to disk and renamed, so a kill at any moment leaves either all of it or nothing.
 """
 
-import errno
 import json
 import os
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.cuda import Event
 
     from draftsmith.drafters.dflash import DFlashShape
     from draftsmith.step import TrainStep
@@ -87,28 +88,96 @@ def restore(checkpoint: Checkpoint, step: "TrainStep") -> None:
 
 def save(run: Path, step_number: int, step: "TrainStep", state: dict[str, Any]) -> Checkpoint:
     """Write step_N; `state` is added to state.json. No space, or no right to write, is a UserError and leaves nothing."""
-    exp_avg, exp_avg_sq, optimizer_step = step.moments()
-    tensors = snapshot(step, {"": step.flat.masters, "exp_avg.": exp_avg, "exp_avg_sq.": exp_avg_sq})
-    state = {
-        "format": FORMAT,
-        "step": step_number,
-        "optimizer_step": float(optimizer_step),
-        "drafter": step.drafter.shape.to_dict(),
-        **state,
-    }
-    return write(run, step_number, tensors, state)
+    flats = {prefix: flat.cpu() for prefix, flat in _flats(step).items()}
+    return write(run, step_number, _files(step, flats), _complete(step, step_number, step.adamw.count.cpu(), state))
 
 
-def snapshot(step: "TrainStep", flats: "dict[str, Tensor]") -> "dict[str, dict[str, Tensor]]":
-    """Flat buffers -> file name -> tensors on the CPU under z-lab's names with the flat's prefix."""
+def _flats(step: "TrainStep") -> "dict[str, Tensor]":
+    """Prefix in the files -> flat [P] float32 of a step: masters, first and second moments."""
+    return {"": step.flat.masters, "exp_avg.": step.adamw.exp_avg, "exp_avg_sq.": step.adamw.exp_avg_sq}
+
+
+def _files(step: "TrainStep", flats: "dict[str, Tensor]") -> "dict[str, dict[str, Tensor]]":
+    """Flat buffers on the CPU -> file name -> tensors (views where they can be) under z-lab's names with the prefix."""
     from draftsmith.drafters.dflash import to_zlab
 
     files: dict[str, dict] = {"model.safetensors": {}, "optimizer.safetensors": {}}
     for prefix, flat in flats.items():
-        named = to_zlab(step.flat.named(flat.cpu()), step.drafter.shape)
+        named = to_zlab(step.flat.named(flat), step.drafter.shape)
         file = files["optimizer.safetensors" if prefix else "model.safetensors"]
         file.update({prefix + name: tensor.contiguous() for name, tensor in named.items()})
     return files
+
+
+def _complete(step: "TrainStep", step_number: int, count: "Tensor", state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": step_number,
+        "optimizer_step": float(count),
+        "drafter": step.drafter.shape.to_dict(),
+        **state,
+    }
+
+
+class Writer:
+    """Writes checkpoints in the background: training waits for the copy to host memory, not for the disk.
+
+    One at a time; a failure is raised, as a UserError, by the next call.
+    """
+
+    def __init__(self, run: Path, keep_last: int, step: "TrainStep"):
+        self._run, self._keep_last, self._step = run, keep_last, step
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # Page-locking takes seconds for large states, so it happens while the run gets going.
+        self._buffers = self._pool.submit(_host_buffers, step)
+        self._writing: Future[Checkpoint] | None = None
+
+    def close(self) -> None:
+        """Let a write that is under way end; `finish` before, to hear of its failure."""
+        self._pool.shutdown(wait=True)
+
+    def start(self, step_number: int, state: dict[str, Any]) -> None:
+        """Copy the state as it is now in the device's order of work, and go on; waits while an earlier one is written."""
+        import torch
+
+        self.finish()
+        flats = _flats(self._step)
+        check_space(self._run, sum(f.numel() * f.element_size() for f in flats.values()), step_number)
+        buffers, copied = self._buffers.result(), None
+        for prefix, flat in (*flats.items(), ("count", self._step.adamw.count)):
+            buffers[prefix].copy_(flat, non_blocking=True)
+        if self._step.flat.masters.is_cuda:
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(torch.cuda.current_stream(self._step.flat.masters.device))
+        self._writing = self._pool.submit(self._write, step_number, buffers, copied, state)
+
+    def finish(self) -> Checkpoint | None:
+        """Wait for the checkpoint that is being written, if any."""
+        writing, self._writing = self._writing, None
+        return writing.result() if writing is not None else None
+
+    def poll(self) -> Checkpoint | None:
+        """The checkpoint that has been finished since the last call, if any."""
+        return self.finish() if self._writing is not None and self._writing.done() else None
+
+    def _write(
+        self, step_number: int, buffers: "dict[str, Tensor]", copied: "Event | None", state: dict[str, Any]
+    ) -> Checkpoint:
+        if copied is not None:
+            copied.synchronize()
+        *flats, (_, count) = buffers.items()
+        state = _complete(self._step, step_number, count, state)
+        written = write(self._run, step_number, _files(self._step, dict(flats)), state)
+        prune(self._run, self._keep_last)
+        return written
+
+
+def _host_buffers(step: "TrainStep") -> "dict[str, Tensor]":
+    import torch
+
+    # zeros, not empty: touching the pages now keeps page faults out of the first snapshot
+    tensors = {**_flats(step), "count": step.adamw.count}
+    return {p: torch.zeros(f.shape, dtype=f.dtype, pin_memory=f.is_cuda) for p, f in tensors.items()}
 
 
 def write(run: Path, step_number: int, files: "dict[str, dict[str, Tensor]]", state: dict[str, Any]) -> Checkpoint:
@@ -119,11 +188,8 @@ def write(run: Path, step_number: int, files: "dict[str, dict[str, Tensor]]", st
     final = run / "checkpoints" / f"step_{step_number}"
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     need = sum(t.numel() * t.element_size() for tensors in files.values() for t in tensors.values())
+    check_space(run, need, step_number)
     try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(temporary.parent).free
-        if free < need * 1.05:
-            raise OSError(errno.ENOSPC, f"{need / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         for name, tensors in files.items():
@@ -131,16 +197,36 @@ def write(run: Path, step_number: int, files: "dict[str, dict[str, Tensor]]", st
         (temporary / "state.json").write_text(json.dumps(state, indent=1))
         for path in (*temporary.iterdir(), temporary):
             flush(path)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
+        if (final / "state.json").is_file():  # the same steps give the same state: the old one stays whole
+            shutil.rmtree(temporary)
+        else:
+            temporary.rename(final)
         flush(final.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            f"{final}: the checkpoint could not be written: {error}; "
-            "earlier checkpoints are untouched, free some space and go on with --resume"
-        ) from None
+        raise _unwritten(final, error) from None
     return Checkpoint(final, step_number, state)
+
+
+def check_space(run: Path, need: int, step_number: int) -> None:
+    """UserError unless `need` bytes and a twentieth more are free where checkpoints go."""
+    final = run / "checkpoints" / f"step_{step_number}"
+    if not run.is_dir():
+        raise UserError(f"{run}: the run directory is gone; what was in it is lost, the run ends here")
+    try:
+        final.parent.mkdir(exist_ok=True)
+        free = shutil.disk_usage(final.parent).free
+    except OSError as error:
+        raise _unwritten(final, error) from None
+    if free < need * 1.05:
+        raise _unwritten(final, f"{need / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+
+
+def _unwritten(final: Path, reason: object) -> UserError:
+    return UserError(
+        f"{final}: the checkpoint could not be written: {reason}; "
+        "earlier checkpoints are untouched, free some space and go on with --resume"
+    )
 
 
 def flush(path: Path) -> None:
@@ -159,10 +245,15 @@ def prune(run: Path, keep_last: int) -> None:
     best = best_checkpoint(found)
     for checkpoint in found:
         if checkpoint.step not in kept and (best is None or checkpoint.step != best.step):
-            shutil.rmtree(checkpoint.path, ignore_errors=True)
+            doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.{os.getpid()}.tmp")
+            checkpoint.path.rename(doomed)  # in one move, so that a kill leaves no half of it in the list
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(run: Path) -> None:
+    """Remove what killed writers left. For the one process that trains in `run`."""
     for leftover in (run / "checkpoints").glob(".step_*.tmp"):
-        if leftover.name.split(".")[-2] == str(os.getpid()):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def best_checkpoint(found: list[Checkpoint]) -> Checkpoint | None:

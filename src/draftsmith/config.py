@@ -73,8 +73,8 @@ class UnitConfig:
     """Tokens of a row (T)."""
     anchors: int = 1024
     """Draft blocks of a row (A)."""
-    anchor_rate: float = 0.5
-    """Anchors that a supervised token asks for when rows are packed, 0 < rate <= 1."""
+    anchor_rate: float | None = None
+    """Anchors that a supervised token asks for when rows are packed, 0 < rate <= 1; None: what fills T and A alike."""
     per_step: int = 1
     """Units per optimizer step over all trainers (G)."""
 
@@ -124,7 +124,7 @@ class RunConfig:
     mode: Mode = "auto"
     """eager, compile, reduce-overhead or graph. auto: graph on CUDA, eager on CPU."""
     threads: int = 0
-    """Intra-op CPU threads of a worker; 0: the number of CPUs. Part of bitwise equality, so it is saved with the run."""
+    """Intra-op CPU threads of a worker; 0: the host's CPUs shared out among its workers. Part of bitwise equality."""
     checkpoint_activations: bool = False
     """Recompute draft layers in the backward pass to save memory."""
     log_every: int = 10
@@ -133,10 +133,36 @@ class RunConfig:
     evaluate_units: int = 2
     save_every: int = 500
     """Steps between checkpoints; the last step always saves."""
+    save_minutes: float = 0.0
+    """Minutes between checkpoints, besides `save_every`; 0: by steps alone."""
     keep_last: int = 2
     """Checkpoints kept, besides the best one."""
     stop_after: int = 0
     """Checkpoint and end after this step, as a stop by hand would; 0: go on to the end."""
+    time_limit: float = 0.0
+    """Checkpoint and end after so many minutes, as a stop by hand would; 0: no limit."""
+
+
+@dataclass(frozen=True)
+class TopologyConfig:
+    """The workers of each host. Losses do not depend on it (docs/operations.md says how exactly)."""
+
+    targets: int = 0
+    """Target workers, which only prefill; 0: colocated, every trainer prefills its own units."""
+    trainers: int = 0
+    """Trainer workers; 0: one for each device that no target has (one on a CPU)."""
+    devices: tuple[int, ...] = ()
+    """CUDA devices given to the targets, then to the trainers, over again if there are more workers; empty: all."""
+    workers: Literal["processes", "threads"] = "processes"
+    """threads: all workers of a host in one process, for notebooks and debugging."""
+    slots: int = 3
+    """Units that a target may be ahead; each takes tokens x taps x hidden size of the target's memory."""
+    transport: Literal["auto", "pinned"] = "auto"
+    """auto: trainers read the targets' GPU memory. pinned: through host memory, where GPUs refuse peer access."""
+    first_patience: float = 3600.0
+    """Seconds a worker waits for another until the first step is done (loading, compiling)."""
+    patience: float = 600.0
+    """Seconds a worker waits for another after the first step."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +176,19 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
 
     def to_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))
 
 
 def load(path: Path) -> Config:
-    """Read and check a TOML recipe; relative paths in it are relative to the recipe's own directory."""
+    """Read and check a TOML recipe; relative paths in it are relative to the recipe's own directory.
+
+    A .json file is a resolved recipe as a run directory's config.json holds it; its paths are taken as they stand.
+    """
+    if path.suffix == ".json":
+        return from_dict(read_resolved(path), str(path))
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -164,6 +196,14 @@ def load(path: Path) -> Config:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path}: cannot be read as TOML: {error}") from None
     return from_dict(_anchor_paths(values, path.parent), str(path))
+
+
+def read_resolved(path: Path) -> dict[str, Any]:
+    """The nested dict under "recipe" of a JSON file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["recipe"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read as a resolved recipe: {error!r}") from None
 
 
 def from_dict(values: dict[str, Any], source: str) -> Config:
@@ -187,7 +227,7 @@ def check(config: Config, source: str) -> None:
         (c.drafter.block >= 2, "drafter.block", "must be at least 2 (the anchor and one drafted token)"),
         (c.unit.tokens >= 16, "unit.tokens", "must be at least 16"),
         (c.unit.anchors >= 1, "unit.anchors", "must be at least 1"),
-        (0 < c.unit.anchor_rate <= 1, "unit.anchor_rate", "must be in (0, 1]"),
+        (c.unit.anchor_rate is None or 0 < c.unit.anchor_rate <= 1, "unit.anchor_rate", "must be in (0, 1]"),
         (c.unit.per_step >= 1, "unit.per_step", "must be at least 1"),
         (c.loss.gamma >= 0, "loss.gamma", "must not be negative"),
         (0 <= c.loss.alpha <= 1, "loss.alpha", "must be in [0, 1]"),
@@ -207,6 +247,14 @@ def check(config: Config, source: str) -> None:
         (c.run.save_every >= 1, "run.save_every", "must be at least 1"),
         (c.run.keep_last >= 1, "run.keep_last", "must be at least 1"),
         (c.run.stop_after >= 0, "run.stop_after", "must not be negative"),
+        (c.run.save_minutes >= 0, "run.save_minutes", "must not be negative"),
+        (c.run.time_limit >= 0, "run.time_limit", "must not be negative"),
+        (c.topology.targets >= 0, "topology.targets", "must not be negative"),
+        (c.topology.trainers >= 0, "topology.trainers", "must not be negative"),
+        (all(d >= 0 for d in c.topology.devices), "topology.devices", "must not be negative"),
+        (c.topology.slots >= 1, "topology.slots", "must be at least 1; 3 let a target work ahead"),
+        (c.topology.patience > 0, "topology.patience", "must be positive"),
+        (c.topology.first_patience > 0, "topology.first_patience", "must be positive"),
         (
             not c.drafter.sliding_layers or bool(c.drafter.window),
             "drafter.window",

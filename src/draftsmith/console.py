@@ -176,6 +176,11 @@ def step_line(record: StepRecord, total: int, left_seconds: float | None = None)
         parts.append(f"{record.useful_tflops:.3g} TFLOP/s" + _ceiling(record))
     if record.memory_bytes is not None:
         parts.append(f"{record.memory_bytes / 2**30:.1f} GiB")
+    if record.targets_wait_share is not None and record.trainers_wait_share is not None:
+        parts.append(f"waiting: targets {record.targets_wait_share:.0%}, trainers {record.trainers_wait_share:.0%}")
+        parts.append(f"bound by {record.bound_by}")
+    elif record.bound_by == "input":
+        parts.append("bound by input")
     if record.skipped_updates:
         parts.append(f"skipped {record.skipped_updates}")
     if left_seconds is not None:

@@ -71,6 +71,12 @@ class StepRecord:
     """Seconds of the interval inside spans of work; filled from the log's own spans when None."""
     wait_seconds: float | None = None
     """Seconds of the interval inside spans named wait_*; filled likewise."""
+    trainers_wait_share: float | None = None
+    """Share of the interval that trainers had nothing to work on (no unit, no taps), mean over all of them."""
+    targets_wait_share: float | None = None
+    """Share of the interval that target workers waited for a free slot, mean over all of them; None if colocated."""
+    bound_by: str | None = None
+    """What the run's speed hangs on: targets, trainers, input, or colocated work."""
 
 
 @dataclass(frozen=True)

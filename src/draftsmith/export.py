@@ -247,6 +247,8 @@ def _write(out: Path, tensors: dict[str, Tensor], files: dict[str, dict], check)
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         for name, values in files.items():
             (temporary / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        # safetensors writes files that their owner alone may read; a server often runs as somebody else.
+        (temporary / "model.safetensors").chmod((temporary / METADATA).stat().st_mode)
         check(temporary)
         for path in (*temporary.iterdir(), temporary):
             checkpoint.flush(path)

@@ -53,8 +53,8 @@ def write_recipe(options: InitOptions) -> None:
     from draftsmith import models
     from draftsmith.data.shards import Corpus
     from draftsmith.drafters.dflash import default_taps
-    from draftsmith.target import describe, find_mask_token
     from draftsmith.job import automatic_device
+    from draftsmith.target import describe, find_mask_token
 
     if options.out.exists():
         raise UserError(f"{options.out}: exists already; name another with --out, or delete it yourself")

@@ -4,12 +4,16 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Generic, Self, TypeVar
 
-from draftsmith.unit import Unit, UnitSequence
+from draftsmith.unit import Unit
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,17 @@ class Plan:
             yield from self.units(step)
 
 
-class Loader:
-    """Builds units ahead of the step in one background thread, in order."""
+class Loader(Generic[Key]):
+    """Builds what is needed next ahead of time in one background thread, in order of `keys`."""
 
     AHEAD = 4
 
-    def __init__(self, units: UnitSequence, plan: Plan):
-        self._units, self._plan, self._numbers = units, plan, plan.all_units()
+    def __init__(self, build: Callable[[Key], Unit], keys: Iterable[Key]):
+        self._build, self._keys = build, iter(keys)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._ahead: deque[Future[Unit]] = deque()
+        self._ahead: deque[tuple[Key, Future[Unit]]] = deque()
 
-    def __enter__(self) -> "Loader":
+    def __enter__(self) -> Self:
         for _ in range(self.AHEAD):
             self._submit()
         return self
@@ -61,44 +65,62 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def step(self, step: int) -> Iterator[Unit]:
-        """This trainer's units of one optimizer step."""
-        for number in self._plan.units(step):
-            unit = self._ahead.popleft().result()
-            assert unit.number == number, f"the loader holds unit {unit.number}, step {step} wants {number}"
-            self._submit()
-            yield unit
+    def take(self, key: Key) -> Unit:
+        """The unit of `key`, which must be the next of the keys."""
+        due, unit = self._ahead.popleft()
+        assert due == key, f"the loader holds {due}, wanted is {key}"
+        self._submit()
+        return unit.result()
 
     def _submit(self) -> None:
-        number = next(self._numbers, None)
-        if number is not None:
-            self._ahead.append(self._pool.submit(self._units.unit, number))
+        key = next(self._keys, None)
+        if key is not None:
+            self._ahead.append((key, self._pool.submit(self._build, key)))
 
 
 class StopRequest:
-    """SIGTERM or SIGINT asks for a checkpoint and an end; a second one ends at once (KeyboardInterrupt)."""
+    """Asks the run to checkpoint and end: by `ask`, by the file that `draftsmith stop` writes, or when the time is up.
 
-    def __init__(self) -> None:
+    `watch` is called between steps. As a context manager in a process's main thread it also takes SIGTERM and SIGINT; a
+    second signal ends at once (KeyboardInterrupt).
+    """
+
+    def __init__(self, file: Path | None = None, minutes: float = 0.0):
         self.requested = False
+        self._file, self._looked = file, 0.0
+        self._end = time.monotonic() + minutes * 60 if minutes else None
         self._old: dict[int, object] = {}
 
-    def __enter__(self) -> "StopRequest":
+    def ask(self) -> None:
+        self.requested = True
+
+    def watch(self) -> bool:
+        """Whether a stop was asked for; looks at the file at most twice a second (it may lie on a network)."""
+        now = time.monotonic()
+        if self._end is not None and now > self._end:
+            self.requested = True
+        if self._file is not None and now > self._looked + 0.5:
+            self._looked = now
+            self.requested |= self._file.exists()
+        return self.requested
+
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python runs handlers there only
-            self._old = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
+            self._old = {s: signal.signal(s, self._signal) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
 
 
 class Interval:
-    """Counts of one log interval. The first interval's rates leave out the first step, which compiles."""
+    """One trainer's counts of one log interval. The first one begins after set-up and compilation."""
 
     def __init__(self) -> None:
         self.begin()
@@ -106,11 +128,35 @@ class Interval:
     def begin(self) -> None:
         self.since = time.monotonic()
         self.steps = self.units = self.tokens = self.anchors = 0
+        self.waited_units = 0.0
 
-    def count(self, unit: Unit) -> None:
+    def count(self, unit: Unit, waited: float) -> None:
+        """A unit that the loader made us wait `waited` seconds for."""
         self.units += 1
         self.tokens += unit.tokens_used
         self.anchors += unit.anchors_used
+        self.waited_units += waited
 
     def seconds(self) -> float:
         return time.monotonic() - self.since
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Shares of an interval that a role waited, mean over its workers, and the role the others waited for."""
+
+    trainers: float
+    """For taps or units."""
+    targets: float | None
+    """For free slots; None when colocated."""
+    bound_by: str
+
+    @classmethod
+    def of(cls, seconds: float, units: float, taps: float, targets: float | None) -> Self:
+        """From seconds that the trainers waited for units and for taps, and the targets for slots, each a mean."""
+        trainer = "trainers" if targets is not None else "colocated work"
+        bound = "input" if units > max(0.05 * seconds, taps) else trainer
+        if targets is not None and bound != "input" and taps > targets:
+            bound = "targets"
+        share = None if targets is None else targets / seconds
+        return cls((units + taps) / seconds, share, bound)

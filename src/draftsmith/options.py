@@ -36,6 +36,26 @@ class TrainOptions:
     """Run directory; default runs/NAME-OF-RECIPE."""
     resume: bool = False
     """Go on from the newest complete checkpoint in the run directory."""
+    detach: bool = False
+    """Train in the background; `status`, `watch` and `stop` work on the run directory."""
+    restarts: int = 0
+    """Start again so many times from the newest checkpoint when a worker fails."""
+    hosts: str = "1"
+    """Hosts that train together, "2", or with "1:2" as many as are there; run the same command on each."""
+    rendezvous: str | None = None
+    """HOST:PORT of one of the hosts, where they meet; needed with several hosts."""
+    profile: str | None = None
+    """FIRST:LAST: profile these steps of the first trainer (`draftsmith trace` shows them)."""
+
+
+@dataclass(frozen=True)
+class StopOptions:
+    """Asks a run to checkpoint and end after the step it is at."""
+
+    run: Positional[Path]
+    """Run directory."""
+    wait: bool = False
+    """Return when the run has ended."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +117,33 @@ class ExportOptions:
     """Directory or hub id of the target; default: the one the drafter was trained for."""
     revision: str | None = None
     """Hub revision of the target."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Predicts memory, disk, steps and time of a recipe and ranks topologies, before anything is loaded."""
+
+    TAKES_RECIPE: ClassVar[bool] = True
+    recipe: Positional[Path]
+    """TOML recipe (`draftsmith init` writes one)."""
+    device: str | None = None
+    """Plan for this card by the built-in rates (h200, h100, a100-80gb, rtx4090 ...) instead of the devices here."""
+    count: int | None = None
+    """Devices of one host; default: those here, or 1."""
+    measure: bool = True
+    """Time both roles for a few units where the devices are here."""
+    json: bool = False
+    """Print everything as JSON."""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Runs the recipe's real workers for a few units and says, line by line, whether the run can be trusted."""
+
+    TAKES_RECIPE: ClassVar[bool] = True
+    recipe: Positional[Path]
+    """TOML recipe (`draftsmith init` writes one)."""
+    run: Path | None = None
+    """Run directory that will be trained in, which gets doctor.json; default runs/NAME-OF-RECIPE."""
+    json: bool = False
+    """Print the verdicts as JSON."""

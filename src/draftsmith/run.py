@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +17,123 @@ from draftsmith.errors import UserError
 # Keys that may differ when a run goes on: none of them changes which units are seen or what an update does.
 MAY_CHANGE = {
     "run.log_every", "run.evaluate_every", "run.evaluate_units", "run.save_every", "run.keep_last", "run.stop_after",
-    "run.device", "run.mode", "run.checkpoint_activations", "target.model", "target.revision", "data.corpus",
+    "run.save_minutes", "run.time_limit", "run.device", "run.mode", "run.checkpoint_activations",
+    "target.model", "target.revision", "data.corpus",
 }  # fmt: skip
+MAY_CHANGE_SECTION = "topology."  # how the workers are spread
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
+# Of worker processes: ended because another worker did, and told to end.
+EXIT_PEER, EXIT_TERMINATED = 4, 143
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """RUN/config.json, logs/, events/, checkpoints/, evaluations/, plans/, export/."""
+    """RUN/config.json, logs/, events/, checkpoints/, evaluations/, plans/, export/, and while it is trained running.json."""
 
     path: Path
     attempt: int
 
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs" / f"attempt_{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that trains in a run directory (running.json). `started` tells it from a later one of the same id."""
+
+    pid: int
+    host: str
+    started: int
+
+    def is_here(self) -> bool:
+        return self.host == platform.node()
+
+    def is_alive(self) -> bool:
+        """On another host: unknown, taken for alive."""
+        return not self.is_here() or start_time(self.pid) == self.started
+
 
 def open_run(path: Path, config: Config, resume: bool) -> RunDirectory:
     """Start a run in a new directory, or go on in an old one; the recipe must be the old one's but for MAY_CHANGE."""
+    attempt = check_run(path, config, resume)
+    try:
+        for part in ("events", "checkpoints", f"logs/attempt_{attempt}"):
+            (path / part).mkdir(parents=True, exist_ok=True)
+        (path / "stop").unlink(missing_ok=True)
+        write_json(path / "config.json", {"recipe": config.to_dict(), "attempt": attempt, "provenance": provenance()})
+        write_json(path / "running.json", asdict(Owner(os.getpid(), platform.node(), start_time(os.getpid()) or 0)))
+    except OSError as error:
+        raise UserError(f"{path}: the run directory cannot be written: {error}") from None
+    return RunDirectory(path, attempt)
+
+
+def check_run(path: Path, config: Config, resume: bool) -> int:
+    """The number of the attempt that `open_run` would begin; UserError where it would refuse. Writes nothing."""
     written = path / "config.json"
     if resume:
         if not written.is_file():
             raise UserError(f"{path}: there is no run to resume here (no config.json)")
         old = json.loads(written.read_text())
         _compare(flatten(old["recipe"]), flatten(config.to_dict()), written)
-        attempt = old["attempt"] + 1
-    else:
-        if path.exists() and any(path.iterdir()):
-            raise UserError(
-                f"{path}: already holds a run; go on with --resume, name another with --run, or delete it yourself"
-            )
-        attempt = 0
-    try:
-        for part in ("events", "checkpoints", f"logs/attempt_{attempt}"):
-            (path / part).mkdir(parents=True, exist_ok=True)
-        write_json(written, {"recipe": config.to_dict(), "attempt": attempt, "provenance": provenance()})
-    except OSError as error:
-        raise UserError(f"{path}: the run directory cannot be written: {error}") from None
+    elif path.exists() and any(p.name != "logs" for p in path.iterdir()):  # a launcher may have made logs/ already
+        raise UserError(
+            f"{path}: already holds a run; go on with --resume, name another with --run, or delete it yourself"
+        )
+    owner = read_owner(path)
+    if owner is not None and owner.pid != os.getpid() and owner.is_alive():
+        known = "" if owner.is_here() else f"; if it is not, delete {path / 'running.json'}"
+        raise UserError(
+            f"{path}: is being trained by process {owner.pid} on {owner.host}; `draftsmith stop {path}` ends it{known}"
+        )
+    return old["attempt"] + 1 if resume else 0
+
+
+def join_run(path: Path, config: Config, attempt: int) -> RunDirectory:
+    """The run that another host has opened, in this host's own directory, or in the same one if it is shared."""
+    for part in ("events", "checkpoints", f"logs/attempt_{attempt}"):
+        (path / part).mkdir(parents=True, exist_ok=True)
+    if not (path / "config.json").exists():
+        write_json(path / "config.json", {"recipe": config.to_dict(), "attempt": attempt, "provenance": provenance()})
     return RunDirectory(path, attempt)
+
+
+def close_run(run: RunDirectory) -> None:
+    """Nobody trains here any more."""
+    owner = read_owner(run.path)
+    if owner is not None and owner.pid == os.getpid() and owner.is_here():
+        (run.path / "running.json").unlink(missing_ok=True)
+        (run.path / "stop").unlink(missing_ok=True)
+
+
+def write_outcome(run: RunDirectory, code: int) -> None:
+    """What an attempt came to, for the launcher: worker processes end with 0 both when done and when stopped."""
+    write_json(run.logs / "outcome.json", {"exit_code": code})
+
+
+def read_outcome(run: RunDirectory) -> int:
+    """EXIT_DONE or EXIT_STOPPED of an attempt whose workers all ended well."""
+    return json.loads((run.logs / "outcome.json").read_text())["exit_code"]
+
+
+def read_owner(path: Path) -> Owner | None:
+    """Who trains in this run directory, by its own word; None if nobody does."""
+    try:
+        return Owner(**json.loads((path / "running.json").read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path / 'running.json'}: cannot be read: {error}") from None
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks from the machine's start to the process's; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -110,7 +191,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _compare(old: dict[str, Any], new: dict[str, Any], where: Path) -> None:
-    changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and k not in MAY_CHANGE]
+    kept = [k for k in sorted(old.keys() | new.keys()) if k not in MAY_CHANGE and not k.startswith(MAY_CHANGE_SECTION)]
+    changed = [k for k in kept if old.get(k) != new.get(k)]
     if changed:
         listed = ", ".join(f"{k} was {old.get(k)!r} and is {new.get(k)!r}" for k in changed)
         raise UserError(f"{where}: a resumed run keeps its recipe, but {listed}; start a new run for another recipe")

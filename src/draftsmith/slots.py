@@ -177,18 +177,34 @@ def socket_pairs(targets: int, trainers: int) -> tuple[list[list[socket.socket]]
     return [[a for a, _ in row] for row in pairs], [[pairs[t][r][1] for t in range(targets)] for r in range(trainers)]
 
 
-def offer(socks: Sequence[socket.socket], me: str, attempt: int, memory: SlotMemory, seconds: float) -> list[Line]:
-    """A target's greeting: hear each trainer, hand it the slots. Lines in order of the trainers' index in the cell."""
+def offer(
+    socks: Sequence[socket.socket], me: str, attempt: int, memory: SlotMemory, seconds: float
+) -> tuple[list[Line], int]:
+    """A target's greeting: hear each trainer, hand it the slots. Lines in order of the trainers' index in the cell, and
+    the optimizer step they start from."""
     lines: dict[int, Line] = {}
+    starts: set[int] = set()
     for sock in socks:
         hello, _ = greeted(sock, me, attempt, seconds)
         facts, files = memory.export()
         message = {"act": "slots", "attempt": attempt, "name": me, "pid": os.getpid(), **facts}
         socket.send_fds(sock, [json.dumps(message).encode()], files)
         lines[hello["index"]] = Line(sock, hello["name"])
+        starts.add(hello["start"])
     if memory.file is not None:
         os.close(memory.file)
-    return [lines[index] for index in range(len(socks))]
+    if memory.transport == "ipc":
+        _unlink_counters()
+    if len(starts) != 1:
+        raise MailError(f"{me}: the trainers start from different steps, {sorted(starts)}")
+    return [lines[index] for index in range(len(socks))], starts.pop()
+
+
+def _unlink_counters() -> None:
+    """torch keeps a small file in /dev/shm to count who holds exported memory, and a killed process leaves it there. The
+    slots live until the last trainer has said bye, so nobody needs the count."""
+    for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):
+        path.unlink(missing_ok=True)
 
 
 def receive(
@@ -196,15 +212,15 @@ def receive(
     me: str,
     index: int,
     attempt: int,
+    start: int,
     local: dict[str, SlotMemory] | None,
     seconds: float,
 ) -> tuple[list[Line], list[tuple[Tensor, ...]]]:
     """A trainer's greeting: name itself to each target, open its slots. `local` holds those of threads by name."""
     lines, slots = [], []
+    hello = {"act": "hello", "attempt": attempt, "name": me, "index": index, "start": start, "pid": os.getpid()}
     for sock in socks:
-        sock.send(
-            json.dumps({"act": "hello", "attempt": attempt, "name": me, "index": index, "pid": os.getpid()}).encode()
-        )
+        sock.send(json.dumps(hello).encode())
     for sock in socks:
         facts, files = greeted(sock, me, attempt, seconds)
         slots.append(local[facts["name"]].tensors if facts["transport"] == "local" else open_slots(facts, files))

@@ -1,239 +1,302 @@
 """The trainer, top to bottom: the file to read first.
 
-    corpus -> unit(u) -> target prefills taps -> drafter step -> update -> log, evaluate, save -> next
+    corpus -> unit(u) -> taps of the frozen target -> drafter step -> sum over trainers -> update -> log, evaluate, save
 
 Every unit is a pure function of its number (unit.py), so a run is a loop over integers and resuming is one integer.
+Trainer r of R takes the units u with u mod R = r. Where the taps come from (its own target, or other workers) and who
+the other trainers are (none, threads, processes, other hosts) changes nothing in this loop: taps.py, team.py, host.py.
 """
 
+import time
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 
 import torch
 
-from draftsmith import checkpoint, models
+from draftsmith import checkpoint
+from draftsmith.checkpoint import Checkpoint
 from draftsmith.config import Config, config_hash
 from draftsmith.console import Console
-from draftsmith.data.shards import Corpus
-from draftsmith.data.template import check_matches
-from draftsmith.drafters.dflash import DFlash, init_random, useful_flops
-from draftsmith.drafters.init import init_from_target
-from draftsmith.drafters.shape import drafter_shape
+from draftsmith.drafters.dflash import useful_flops
 from draftsmith.errors import UserError
 from draftsmith.events import EvaluationRecord, EventLog, StepRecord
-from draftsmith.loop import Interval, Loader, Plan, StopRequest
+from draftsmith.host import Worker, run_host
+from draftsmith.job import dtype_of
+from draftsmith.loop import Interval, Loader, Plan, Waits
+from draftsmith.mailbox import cell_items
 from draftsmith.options import TrainOptions
-from draftsmith.run import EXIT_DONE, EXIT_STOPPED, RunDirectory, open_run, provenance
+from draftsmith.profile import StepProfiler
+from draftsmith.run import EXIT_DONE, EXIT_STOPPED, provenance
 from draftsmith.step import TrainStep, learning_rate
-from draftsmith.target import Target, load_tables
-from draftsmith.unit import UNIT_LAW, PlanCache, Unit, UnitSequence, UnitShape, evaluation_chunks, plan_epoch
+from draftsmith.step_modes import COMPILE_LOCK
+from draftsmith.taps import MailedTaps, OwnTaps, Taps
+from draftsmith.target import load_tables
+from draftsmith.unit import UNIT_LAW, Unit, UnitSequence
 from draftsmith.walk import Walk, walk_row
 
 
 def main(options: TrainOptions, config: Config) -> int:
     """`draftsmith train`."""
-    return train(config, options.run or Path("runs") / options.recipe.stem, options.resume)
+    from draftsmith.launch import launch
+
+    return launch(options, config)
+
+
+def train(config: Config, run_path: Path, resume: bool = False, console: Console | None = None) -> int:
+    """Train in this process, with the recipe's workers as threads if there are several. Returns an exit code of run.py;
+    UserError for the user's mistakes."""
+    return run_host(config, run_path, resume, console or Console())
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """What a colocated worker holds: data, frozen target, drafter with its step, logs."""
+    """What a trainer works with."""
 
-    config: Config
-    run: RunDirectory
+    worker: Worker
+    plan: Plan
     units: UnitSequence
-    held_out: list[list[Unit]]
-    target: Target
+    held_out: dict[int, list[Unit]]
     step: TrainStep
+    taps: Taps
     events: EventLog
-    console: Console
+    writer: checkpoint.Writer | None
+    """The first trainer's."""
 
 
-def train(config: Config, run_path: Path, resume: bool = False, console: Console | None = None) -> int:
-    """Train as the recipe says, in `run_path`. Returns an exit code of run.py; UserError for the user's mistakes."""
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
-    shop, plan = set_up(config, run_path, resume, console or Console())
-    every, interval = config.run, Interval()
-    with StopRequest() as stop, shop.events, Loader(shop.units, plan) as loader:
-        for number in range(plan.start, plan.total):
-            for unit in loader.step(number):
-                accumulate(shop, unit)
-                interval.count(unit)
-            shop.step.update(learning_rate(number, plan.total, config.optim))
-            done = number + 1
-            last = done == plan.total
-            stopping = not last and (stop.requested or done == every.stop_after)
-            interval.steps += 1
-            if done % every.log_every == 0 or last or stopping:
-                log(shop, plan, done, interval)
-            shop.step.clear()
-            acceptance = None
-            if last or (every.evaluate_every and done % every.evaluate_every == 0):
-                acceptance = evaluate_held_out(shop, done)
-            if done % every.save_every == 0 or last or stopping:
-                save(shop, done, acceptance)
-            if stopping:
-                shop.console.note(f"stopped after step {done} of {plan.total}; go on with --resume")
-                return EXIT_STOPPED
-    return EXIT_DONE
+def trainer(worker: Worker) -> int:
+    """The role `trainer` or `both`, from set-up to the last step. Returns EXIT_DONE or EXIT_STOPPED."""
+    with EventLog(worker.run.path, worker.place.role, worker.run.attempt, worker.place.number) as events:
+        shop = set_up(worker, events)
+        try:
+            with Loader(shop.units.unit, shop.plan.all_units()) as loader:
+                done = train_steps(shop, loader)
+            if shop.writer is not None and (written := shop.writer.finish()) is not None:
+                worker.console.note(f"saved {written.path}")
+            shop.taps.close()
+        finally:
+            if shop.writer is not None:
+                shop.writer.close()
+    if done == shop.plan.total:
+        return EXIT_DONE
+    worker.console.note(f"stopped after step {done} of {shop.plan.total}; go on with --resume")
+    return EXIT_STOPPED
 
 
-def set_up(config: Config, run_path: Path, resume: bool, console: Console) -> tuple[Workshop, Plan]:
-    """Open and check everything before the first step; the run directory is made only once all of it fits."""
-    device, dtype = device_and_dtype(config)
-    directory = models.resolve(config.target.model, config.target.revision)
-    corpus, held_out = (Corpus.open(Path(config.data.corpus), split) for split in ("train", "held_out"))
-    check_matches(corpus.manifest, directory, config.target.chat_template, config.target.template_options)
-    shape = UnitShape(config.unit.tokens, config.unit.anchors, config.drafter.block, config.unit.anchor_rate)
-    drafter = make_drafter(config, directory)
-    try:
-        units = UnitSequence(corpus, shape, config.run.seed, PlanCache(run_path / "plans"))
-        evaluation = held_out_units(held_out, shape, config.run.evaluate_units)
-    except ValueError as error:
-        raise UserError(f"{config.data.corpus}: {error}") from None
-    found = checkpoint.list_checkpoints(run_path) if resume else []
-    run = open_run(run_path, config, resume)
-    target = Target.load(directory, drafter.shape.taps, dtype, device)
-    for line in target.report():
-        console.note(line)
-    step = TrainStep(
-        drafter, load_tables(directory, dtype, device), shape, config.loss, config.optim, dtype, device,
-        checkpoint_activations=config.run.checkpoint_activations,
-    )  # fmt: skip
-    if found:
+def train_steps(shop: Workshop, loader: Loader[int]) -> int:
+    """The loop. Returns how many optimizer steps of the run are done."""
+    plan, worker, step = shop.plan, shop.worker, shop.step
+    every, interval, saves = worker.job.config.run, Interval(), Saves(worker.job.config.run.save_minutes)
+    profiler = StepProfiler(worker.run.path, shop.events.worker, worker.profile)
+    for number in range(plan.start, plan.total):
+        profiler.before(number + 1)
+        for u in plan.units(number):
+            accumulate(shop, take(shop, loader, interval, u))
+            shop.taps.ahead(number)
+        # A stop is agreed on a step late: what the step before has summed is known by now, and nobody waits for it.
+        agreed = number > plan.start and step.read().stop
+        if worker.stop.watch():
+            step.request_stop()
+        with shop.events.span("wait_peers", step=number + 1):
+            worker.member.add_up(step.flat.reduced)
+        step.update(learning_rate(number, plan.total, worker.job.config.optim))
+        shop.taps.ahead(number + 1)
+        done = number + 1
+        interval.steps += 1
+        if number == plan.start:
+            shop.taps.settle()
+        last = done == plan.total
+        stopping = not last and (agreed or done == every.stop_after)
+        if done % every.log_every == 0 or last or stopping:
+            log(shop, done, interval)
+        acceptance = evaluate_held_out(shop, done) if plan.evaluates(done) else None
+        if done % every.save_every == 0 or last or stopping or saves.due():
+            save(shop, done, acceptance)
+            saves.begin()
+        if last or stopping:
+            profiler.close()
+            return done
+    return plan.total
+
+
+class Saves:
+    """Checkpoints by the clock; only the first trainer's counts, since it alone writes them."""
+
+    def __init__(self, minutes: float):
+        self._seconds = minutes * 60
+        self.begin()
+
+    def begin(self) -> None:
+        self._since = time.monotonic()
+
+    def due(self) -> bool:
+        return 0 < self._seconds <= time.monotonic() - self._since
+
+
+def set_up(worker: Worker, events: EventLog) -> Workshop:
+    """Model, step and taps of one trainer; its state is that of the newest checkpoint any trainer finds, or the start."""
+    job, place, run = worker.job, worker.place, worker.run
+    device, colocated = torch.device(place.device), place.role == "both"
+    dtype, c = dtype_of(job.config, device), job.config
+    with COMPILE_LOCK:  # loading and compiling are not made for several threads
+        target = job.load_target(device) if colocated else None
+        step = TrainStep(
+            job.make_drafter(), load_tables(job.directory, dtype, device), job.shape, c.loss, c.optim, dtype, device,
+            checkpoint_activations=c.run.checkpoint_activations, mode=c.run.mode,
+        )  # fmt: skip
+        step.prepare()
+    for line in target.report() if target is not None else []:
+        worker.console.note(line)
+    units = job.units(run.path)
+    plan = job.plan(units, place, restore(worker, step))
+    events.note(f"starts at step {plan.start} of {plan.total}")
+    worker.console.note(
+        f"{plan.total} steps of {plan.per_step} x {job.shape.tokens} tokens and {job.shape.anchors} blocks of "
+        f"{job.shape.block_size}; {step.flat.total / 1e6:.1f} M trained parameters; {place.topology.describe()}"
+    )
+    if plan.per_step % place.trainers:
+        worker.console.note(
+            f"unit.per_step = {plan.per_step} over {place.trainers} trainers is uneven: some wait for others"
+        )
+    writer = checkpoint.Writer(run.path, c.run.keep_last, step) if place.is_first else None
+    s = step.static
+    if target is not None:
+        taps: Taps = OwnTaps(lambda: target.prefill(s.ids, s.positions, s.documents, s.taps), events)
+    else:
+        cell = place.cell()
+        items = (item for item in cell_items(plan, cell) if item.trainer == place.index)
+        taps = MailedTaps(worker.mail.as_trainer(plan.start), items, s.taps, events)
+    held_out = {row: job.held_out_row(row) for row in plan.held_out()}
+    return Workshop(worker, plan, units, held_out, step, taps, events, writer)
+
+
+def restore(worker: Worker, step: TrainStep) -> int:
+    """Give every trainer the newest complete checkpoint that one of them can see; returns its step, or 0."""
+    found = checkpoint.list_checkpoints(worker.run.path) if worker.resumes else []
+    steps = worker.member.exchange(found[-1].step if found else 0)
+    newest = max(steps)
+    source = steps.index(newest)
+    if newest and source == worker.place.number:
         check_unit_law(found[-1])
         checkpoint.restore(found[-1], step)
-        console.note(f"resumed from {found[-1].path}")
-    plan = Plan(found[-1].step if found else 0, total_steps(config, units), config.unit.per_step)
-    console.note(
-        f"{plan.total} steps of {plan.per_step} x {shape.tokens} tokens and {shape.anchors} blocks of "
-        f"{shape.block_size}; {step.flat.total / 1e6:.1f} M trained parameters on {device}"
-    )
-    events = EventLog(run.path, role="both", attempt=run.attempt, total_steps=plan.total)
-    return Workshop(config, run, units, evaluation, target, step, events, console), plan
+    if not worker.member.alone:
+        adamw = step.adamw
+        worker.member.hand_out((step.flat.masters, adamw.exp_avg, adamw.exp_avg_sq, adamw.count), source)
+        step.flat.publish()
+    if newest:
+        worker.console.note(f"resumed from {worker.run.path / 'checkpoints' / f'step_{newest}'}")
+    return newest
 
 
-def check_unit_law(found: checkpoint.Checkpoint) -> None:
+def check_unit_law(found: Checkpoint) -> None:
     """A run goes on only under the unit law it began with, else it would see other units."""
     law = found.state.get("unit_law")
     if law != UNIT_LAW:
         raise UserError(f"{found.path}: was trained under unit law {law}, this version has {UNIT_LAW}; start a new run")
 
 
-def automatic_device() -> str:
-    """What run.device = "auto" means here."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
-    """auto: CUDA with bfloat16 where there is a device, else the CPU with float32."""
-    cuda = torch.cuda.is_available()
-    if config.run.device == "cuda" and not cuda:
-        raise UserError('run.device = "cuda": this torch sees no CUDA device; use "cpu" or "auto"')
-    device = torch.device("cuda" if cuda and config.run.device != "cpu" else "cpu")
-    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return device, {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.target.dtype]
-
-
-def make_drafter(config: Config, directory: Path) -> DFlash:
-    """The drafter of a recipe with its first weights (float32, CPU)."""
-    drafter = DFlash(drafter_shape(config, directory))
-    init_random(drafter, config.run.seed)
-    if config.drafter.init == "target":
-        init_from_target(drafter, directory)
-    return drafter
-
-
-def total_steps(config: Config, units: UnitSequence) -> int:
-    """optim.steps, or what optim.epochs of the corpus come to."""
-    if config.optim.steps:
-        return config.optim.steps
-    epochs = config.optim.epochs
-    rows = sum(units.rows_in_epoch(e) for e in range(ceil(epochs))) * epochs / ceil(epochs)
-    return max(1, round(rows / config.unit.per_step))
-
-
-def held_out_units(corpus: Corpus, shape: UnitShape, count: int) -> list[list[Unit]]:
-    """The first `count` rows of the held-out split, each as the chunks of its valid anchors (unit.py)."""
-    rows = plan_epoch(corpus, shape, seed=0, epoch=0) if len(corpus.lengths) else []
-    return [evaluation_chunks(corpus, row, shape, number) for number, row in enumerate(rows[:count])]
+def take(shop: Workshop, loader: Loader[int], interval: Interval, number: int) -> Unit:
+    """The next unit, built ahead by the loader."""
+    with shop.events.span("wait_unit", unit=number):
+        begin = time.monotonic()
+        unit = loader.take(number)
+        interval.count(unit, time.monotonic() - begin)
+    return unit
 
 
 def accumulate(shop: Workshop, unit: Unit) -> None:
     """One micro-step: unit in, taps in, forward and backward into the flat buffer."""
-    static = shop.step.static
-    static.load(unit)
-    with shop.events.span("prefill", unit=unit.number):
-        shop.target.prefill(static.ids, static.positions, static.documents, static.taps)
+    shop.step.static.load(unit)
+    shop.taps.fill("unit", unit.number)
     with shop.events.span("step", unit=unit.number):
         shop.step.accumulate()
 
 
-def log(shop: Workshop, plan: Plan, done: int, interval: Interval) -> None:
-    """One step record from the interval's counts and the device's sums; ends the run if updates keep being skipped."""
-    stats, seconds, shape = shop.step.read(), interval.seconds(), shop.units.shape
-    block_tokens = interval.units * shape.anchors * shape.block_size
-    flops = useful_flops(shop.step.drafter.shape, shape.tokens, shape.anchors) * interval.units
+def log(shop: Workshop, done: int, interval: Interval) -> None:
+    """One step record from all trainers' counts and the device's sums; ends the run if updates keep being skipped."""
+    stats, seconds, shape, config = shop.step.read(), interval.seconds(), shop.units.shape, shop.worker.job.config
+    everyone = shop.worker.member.exchange(
+        {
+            "units": interval.units, "tokens": interval.tokens, "anchors": interval.anchors, "bad": stats.bad_unit,
+            "waited_units": interval.waited_units, "waited_taps": shop.taps.waited(), "targets": shop.taps.targets_waited(),
+        }
+    )  # fmt: skip
+    total = {key: sum(one[key] for one in everyone) for key in ("units", "tokens", "anchors")}
+    mean = {key: sum(one[key] for one in everyone) / len(everyone) for key in ("waited_units", "waited_taps")}
+    targets = [one["targets"] for one in everyone if one["targets"] is not None]
+    waits = Waits.of(seconds, *mean.values(), sum(targets) / len(targets) if targets else None)
+    flops = useful_flops(shop.step.drafter.shape, shape.tokens, shape.anchors) * total["units"] / len(everyone)
     record = StepRecord(
         step=done,
         loss=stats.loss,
         block_acceptance=stats.block_acceptance,
         slot_accuracy=list(stats.slot_accuracy),
-        lr=learning_rate(done - 1, plan.total, shop.config.optim),
+        lr=learning_rate(done - 1, shop.plan.total, config.optim),
         gradient_norm=stats.gradient_norm,
         skipped_updates=stats.skipped_total,
         steps=interval.steps,
         seconds=seconds,
-        tokens_per_second=interval.tokens / seconds,
-        block_tokens_per_second=block_tokens / seconds,
+        tokens_per_second=total["tokens"] / seconds,
+        block_tokens_per_second=total["units"] * shape.anchors * shape.block_size / seconds,
         useful_tflops=flops / seconds / 1e12,
-        tokens_used_share=interval.tokens / (interval.units * shape.tokens),
-        anchors_used_share=interval.anchors / (interval.units * shape.anchors),
+        tokens_used_share=total["tokens"] / (total["units"] * shape.tokens),
+        anchors_used_share=total["anchors"] / (total["units"] * shape.anchors),
+        trainers_wait_share=waits.trainers,
+        targets_wait_share=waits.targets,
+        bound_by=waits.bound_by,
     )
-    shop.events.step(record)
-    shop.console.step(record, plan.total)
-    if stats.skipped_in_row >= shop.config.optim.max_skipped:
+    if shop.worker.place.is_first:
+        shop.events.step(record)
+        shop.worker.console.step(record, shop.plan.total)
+    else:
+        shop.events.flush()
+    if stats.skipped_in_row >= config.optim.max_skipped:
+        bad = max(one["bad"] for one in everyone)
         raise UserError(
-            f"{shop.run.path}: the last {stats.skipped_in_row} updates were skipped for non-finite gradients, step {done}"
-            + (f", last in unit {stats.bad_unit}" if stats.bad_unit >= 0 else "")
+            f"{shop.worker.run.path}: the last {stats.skipped_in_row} updates were skipped for non-finite gradients, "
+            f"step {done}" + (f", last in unit {bad}" if bad >= 0 else "")
             + "; lower optim.lr or look at that unit's documents, then --resume"
-        )
+        )  # fmt: skip
+    if shop.writer is not None and (written := shop.writer.poll()) is not None:
+        shop.worker.console.note(f"saved {written.path}")
     interval.begin()
 
 
 def evaluate_held_out(shop: Workshop, done: int) -> float | None:
     """Teacher-forced walk over the held-out units: the acceptance length of greedy decoding on this text (walk.py)."""
-    walks: list[Walk] = []
+    walks: dict[int, list[Walk]] = {}
     static = shop.step.static
     with shop.events.span("evaluate", step=done):
-        for chunks in shop.held_out:
+        for row, chunks in shop.held_out.items():
             accepted: dict[int, int] = {}
             for unit in chunks:
                 static.load(unit)
                 if unit is chunks[0]:
-                    shop.target.prefill(static.ids, static.positions, static.documents, static.taps)
+                    shop.taps.fill("held-out row", row)
                 lengths = shop.step.accepted_lengths()[: unit.anchors_used].tolist()
                 accepted.update(zip(unit.anchors.tolist(), lengths, strict=False))
-            walks += walk_row(accepted)
-    if not walks:
+            walks[row] = walk_row(accepted)
+            shop.taps.ahead(done)
+        everyone = shop.worker.member.exchange(walks)
+    by_row = {row: found for one in everyone for row, found in one.items()}
+    if not any(by_row.values()):
         return None
-    summary = Walk.summary(walks, shop.units.shape.block_size)
-    shop.events.evaluation(EvaluationRecord(step=done, **summary))
-    shop.console.note(f"step {done}: held-out acceptance length {summary['acceptance_length']:.3f}")
+    summary = Walk.summary([walk for row in sorted(by_row) for walk in by_row[row]], shop.units.shape.block_size)
+    if shop.worker.place.is_first:
+        shop.events.evaluation(EvaluationRecord(step=done, **summary))
+        shop.worker.console.note(f"step {done}: held-out acceptance length {summary['acceptance_length']:.3f}")
     return summary["acceptance_length"]
 
 
 def save(shop: Workshop, done: int, acceptance: float | None) -> None:
-    """Write a checkpoint and drop those no longer kept."""
+    """The first trainer hands its state to the background writer, which drops checkpoints that are no longer kept."""
+    if shop.writer is None:
+        return
     state = {
         "acceptance_length": acceptance,
         "unit_law": UNIT_LAW,
-        "recipe": shop.config.to_dict(),
-        "recipe_hash": config_hash(shop.config),
+        "recipe": shop.worker.job.config.to_dict(),
+        "recipe_hash": config_hash(shop.worker.job.config),
         "provenance": provenance(),
     }
     with shop.events.span("checkpoint", step=done):
-        written = checkpoint.save(shop.run.path, done, shop.step, state)
-        checkpoint.prune(shop.run.path, shop.config.run.keep_last)
-    shop.console.note(f"saved {written.path}")
+        shop.writer.start(done, state)

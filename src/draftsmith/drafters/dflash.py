@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from draftsmith.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -145,29 +148,40 @@ class DFlashLayer(nn.Module):
         self.heads, self.kv_heads, self.head_dim = s.num_heads, s.num_kv_heads, s.head_dim
         self.q_size, self.kv_size = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         self.input_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
-        self.qkv_proj = nn.Linear(s.hidden_size, self.q_size + 2 * self.kv_size, bias=False)
+        self.qkv_proj = Linear(s.hidden_size, self.q_size + 2 * self.kv_size)
         self.q_norm = RMSNorm(s.head_dim, s.rms_norm_eps)
         self.k_norm = RMSNorm(s.head_dim, s.rms_norm_eps)
-        self.o_proj = nn.Linear(self.q_size, s.hidden_size, bias=False)
+        self.o_proj = Linear(self.q_size, s.hidden_size)
         self.post_attention_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
-        self.gate_up_proj = nn.Linear(s.hidden_size, 2 * s.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=False)
+        self.gate_up_proj = Linear(s.hidden_size, 2 * s.intermediate_size)
+        self.down_proj = Linear(s.intermediate_size, s.hidden_size)
 
     def context_kv(self, f: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Context features f [..., H] -> rotated keys and values [..., g, d]. f is NOT passed through input_layernorm."""
-        kv = F.linear(f, self.qkv_proj.weight[self.q_size :])
+        kv = self.qkv_proj(f, first_row=self.q_size)
         k, v = kv.unflatten(-1, (2 * self.kv_heads, self.head_dim)).chunk(2, dim=-2)
         return rotate(self.k_norm(k), *rope), v
 
-    def forward(self, x: Tensor, f: Tensor, rope_x: tuple, rope_f: tuple, attend: Attend) -> Tensor:
-        """x [..., H] block stream, f [..., H] context features -> the new block stream."""
-        qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+    def project(self, x: Tensor) -> Tensor:
+        """Block stream x [..., H] -> [..., h + 2g, d]: queries, keys and values before their norms."""
+        return self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+
+    def attention(self, qkv: Tensor, f: Tensor, rope_x: tuple, rope_f: tuple, attend: Attend) -> Tensor:
+        """qkv [..., h + 2g, d] of `project`, f [..., H] -> attention's output [..., h*d]."""
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         q, k = rotate(self.q_norm(q), *rope_x), rotate(self.k_norm(k), *rope_x)
         context_k, context_v = self.context_kv(f, rope_f)
-        x = x + self.o_proj(attend(self.index, q, k, v, context_k, context_v).flatten(-2))
+        return attend(self.index, q, k, v, context_k, context_v).flatten(-2)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Everything after attention: x [..., H], attended [..., h*d] -> the new block stream [..., H]."""
+        x = x + self.o_proj(attended)
         gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
         return x + self.down_proj(F.silu(gate) * up)
+
+    def forward(self, x: Tensor, f: Tensor, rope_x: tuple, rope_f: tuple, attend: Attend) -> Tensor:
+        """x [..., H] block stream, f [..., H] context features -> the new block stream."""
+        return self.finish(x, self.attention(self.project(x), f, rope_x, rope_f, attend))
 
 
 class DFlash(nn.Module):
@@ -176,7 +190,7 @@ class DFlash(nn.Module):
     def __init__(self, shape: DFlashShape):
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(len(shape.taps) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = Linear(len(shape.taps) * shape.hidden_size, shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(shape, i) for i in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -191,6 +205,36 @@ class DFlash(nn.Module):
         rope_x, rope_f = self.rope(positions_x, x.dtype), self.rope(positions_f, f.dtype)
         for layer in self.layers:
             x = layer(x, f, rope_x, rope_f, attend)
+        return self.norm(x)
+
+    def drafts(
+        self, anchor: Tensor, mask: Tensor, f: Tensor, positions_x: Tensor, positions_f: Tensor, attend: Attend,
+        recompute: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """States of the drafted slots of whole blocks, [A, B-1, H]: `forward` without the work that nobody reads.
+
+        anchor [A, H] and mask [H] are embeddings, positions_x [A, B], positions_f [T]. In the first layer all mask slots
+        have the same queries, keys and values before the rotation, so they are projected once; in the last, slot 0 ends
+        after attention. `recompute` recomputes each layer in the backward pass instead of saving what is inside it.
+        """
+        A, B = positions_x.shape
+        rope_x, rope_f = self.rope(positions_x.flatten(), anchor.dtype), self.rope(positions_f, f.dtype)
+        x = torch.cat((anchor[:, None], mask.expand(A, B - 1, -1)), dim=1)
+        few = torch.cat((anchor, mask[None]))  # [A+1, H], every different row of x
+
+        def run(layer: DFlashLayer, x: Tensor, f: Tensor) -> Tensor:
+            if layer.index == 0:
+                rows = layer.project(few)
+                qkv = torch.cat((rows[:-1, None], rows[-1].expand(A, B - 1, -1, -1)), dim=1)
+            else:
+                qkv = layer.project(x)
+            attended = layer.attention(qkv.flatten(0, 1), f, rope_x, rope_f, attend).unflatten(0, (A, B))
+            if layer.index == self.shape.num_layers - 1:
+                x, attended = x[:, 1:], attended[:, 1:]
+            return layer.finish(x, attended)
+
+        for layer in self.layers:
+            x = checkpoint(run, layer, x, f, use_reentrant=False) if recompute else run(layer, x, f)
         return self.norm(x)
 
 

@@ -1,0 +1,189 @@
+"""Checks on the device and the machine: memory, time, launches, links, space, and settings of the environment."""
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftsmith.doctor_probe import Launches
+from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
+from draftsmith.rates import GIB
+from draftsmith.slots import ALLOCATOR_VARIABLES
+from draftsmith.step_modes import Resolved
+from draftsmith.topology import Place, Topology
+
+# torch version -> what has been run on it and where; other versions work by the documentation alone.
+VERIFIED = {"2.11": "all modes, on an H200", "2.13": "eager and compile, on CPUs"}
+
+
+def check_mode(mode: Resolved, threads: bool, main_settings: Mapping[str, str]) -> list[Verdict]:
+    """What the mode switches on, as the thread that compiles sees it; `main_settings` are the main thread's."""
+    from torch._inductor import list_mode_options
+
+    version = ".".join(torch.__version__.split(".")[:2])
+    known = VERIFIED.get(version)
+    trust = f"torch {version}: {known}" if known else f"torch {version}: not verified on it"
+    if mode == "eager":
+        return [passed("mode", f"eager: no compiler, no graphs; {trust}")]
+    wanted = "reduce-overhead" if mode == "reduce-overhead" else "default"
+    options = list_mode_options(wanted) or {}
+    extra = ", and one torch.cuda.CUDAGraph for a micro-step and one for the update" if mode == "graph" else ""
+    shown = ", ".join(f"{k} = {v}" for k, v in options.items()) or "Inductor's defaults"
+    verdicts = [passed("mode", f"{mode}: {shown}{extra}; {trust}")]
+    mine = changed_settings()
+    differ = sorted(k for k in {*mine, *main_settings} if mine.get(k) != main_settings.get(k))
+    seen = ", ".join(f"{k} = {v}" for k, v in mine.items()) or "none changed"
+    verdicts.append(
+        judge(
+            "compiler settings",
+            not (threads and differ),
+            f"in the thread that compiles: {seen}",
+            f"{differ[0] if differ else ''} was set in the main thread and does not hold in this one (torch >= 2.12 keeps "
+            "settings per thread)",
+            "set it with an environment variable, or in the thread that compiles",
+        )
+    )
+    return verdicts
+
+
+def changed_settings() -> dict[str, str]:
+    """Settings of the compiler that differ from their defaults in the calling thread."""
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    lines = (dynamo.codegen_config() + "\n" + inductor.codegen_config()).splitlines()
+    pairs = (line.split(" = ", 1) for line in lines if " = " in line)
+    return {name.removeprefix("torch."): value for name, value in pairs}
+
+
+def check_replay(mode: Resolved, seen: Launches | None, micro_steps: int, updates: int) -> Verdict:
+    """Launches of `micro_steps` micro-steps and `updates` updates, by the profiler; None where there is no CUDA device."""
+    name = "graph replay"
+    if mode != "graph" or seen is None:
+        return not_checked(name, f"mode {mode} replays no graph of its own")
+    due = micro_steps + updates
+    stray = 4 * due  # the learning rate, the copy of the statistics, the copy of the unit
+    return judge(
+        name,
+        seen.graphs == due and seen.kernels <= stray,
+        f"{seen.graphs} graph launches for {micro_steps} micro-steps and {updates} updates, {seen.kernels} other kernels",
+        f"{due} graph launches and at most {stray} other kernels were due: part of the step runs outside its graph",
+        "something in the step is not captured; mode compile runs the same work without graphs",
+    )
+
+
+def check_memory(device: torch.device, before: int, after: int, units: int, peak: int, predicted: int) -> list[Verdict]:
+    """Bytes in use before and after `units` units, the peak, and plan's prediction of it."""
+    growth = after - before
+    what = "tensors" if device.type == "cuda" else "the process"
+    share = f"{peak / predicted:.2f} of what plan predicts" if predicted else "no prediction"
+    room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
+    return [
+        judge(
+            "memory growth",
+            growth <= 0,
+            f"{max(0, growth)} bytes over {units} units, steady {after / GIB:.2f} GiB",
+            f"{growth / max(1, units):.0f} bytes more are in use after every unit",
+            "the step keeps tensors (a list, a graph of autograd, a hook): find who holds them",
+        ),
+        judge(
+            "peak memory",
+            peak <= room,
+            f"{peak / GIB:.2f} GiB ({what}) of {room / GIB:.1f} GiB; {share}",
+            "the device is too small",
+            "fewer unit.anchors or unit.tokens, run.checkpoint_activations, or a split topology; `draftsmith plan` says which",
+        ),
+    ]
+
+
+def host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_time(first: float, steady: float) -> Verdict:
+    """Seconds of the first step with everything it compiles and captures, and of a later one."""
+    return passed("step time", f"first {first:.1f} s with compilation, then {steady * 1e3:.1f} ms")
+
+
+def check_links(
+    place: Place, pull: tuple[float, int] | None, reduce: tuple[float, int] | None, transport: str
+) -> list[Verdict]:
+    """(seconds, bytes) of a copy of taps from another worker's slot and of an all-reduce of the gradients."""
+    topology, verdicts = place.topology, [check_peers(place.topology)]
+    if pull is not None:
+        seconds, size = pull
+        verdicts.append(
+            passed(
+                "taps",
+                f"{size / GIB:.2f} GiB by {transport} in {seconds * 1e3:.2f} ms, {size / seconds / 1e9:.1f} GB/s",
+            )
+        )
+    if reduce is not None:
+        seconds, size = reduce
+        verdicts.append(
+            passed("all-reduce", f"{size / GIB:.2f} GiB over {place.trainers} trainers in {seconds * 1e3:.2f} ms")
+        )
+    return verdicts if topology.workers > 1 else [not_checked("links", "one worker: nothing crosses a link")]
+
+
+def check_peers(topology: Topology) -> Verdict:
+    """Whether devices that exchange taps or gradients reach each other's memory."""
+    ids = sorted({int(d.removeprefix("cuda:")) for d in topology.devices if d != "cpu"})
+    if len(ids) < 2:
+        return not_checked("peer access", "all workers are on the CPU" if not ids else "all workers are on one device")
+    blind = [(a, b) for a in ids for b in ids if a != b and not torch.cuda.can_device_access_peer(a, b)]
+    return judge(
+        "peer access",
+        not blind,
+        f"{len(ids) * (len(ids) - 1) - len(blind)} of {len(ids) * (len(ids) - 1)} pairs of devices",
+        f"cuda:{blind[0][0]} cannot read the memory of cuda:{blind[0][1]}" if blind else "",
+        'topology.transport = "pinned" goes through host memory, which is slower',
+    )
+
+
+def check_allocator(topology: Topology, environment: Mapping[str, str]) -> Verdict:
+    """Settings of torch's allocator that break the export of memory to another process."""
+    name = "allocator settings"
+    found = {v: environment[v] for v in ALLOCATOR_VARIABLES if environment.get(v)}
+    shown = ", ".join(f"{k}={v}" for k, v in found.items()) or "none in the environment"
+    breaking = [k for k, v in found.items() if "expandable_segments:true" in v.lower().replace(" ", "")]
+    exports = topology.targets > 0 and not topology.threads and any(d != "cpu" for d in topology.devices)
+    if breaking and exports:
+        return failed(
+            name, shown, "expandable segments cannot be exported to trainers over CUDA IPC", f"unset {breaking[0]}"
+        )
+    return passed(name, shown + (" (harmless here: no memory is exported)" if breaking else ""))
+
+
+def check_space(run: Path, need: int, keep: int) -> Verdict:
+    """Room for `keep` checkpoints of `need` bytes where the run will write."""
+    place = next(p for p in (run, *run.resolve().parents) if p.exists())
+    free = shutil.disk_usage(place).free
+    return judge(
+        "disk space",
+        free >= need * keep,
+        f"{keep} checkpoints of {need / GIB:.2f} GiB, {free / GIB:.1f} GiB free at {place}",
+        f"{(need * keep - free) / GIB:.1f} GiB are missing",
+        "free some space, lower run.keep_last, or name another --run directory",
+    )
+
+
+def time_copy(source: Tensor, out: Tensor, times: int = 5) -> float:
+    """Seconds of one copy, the best of several."""
+    best = float("inf")
+    for _ in range(times):
+        wait(out.device)
+        begin = time.perf_counter()
+        out.copy_(source)
+        wait(out.device)
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,143 @@
+"""Checks on a target worker's prefill: the right layers, documents apart, and what the drafter is conditioned on in words."""
+
+import torch
+from torch import Tensor
+
+from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
+from draftsmith.errors import UserError
+from draftsmith.job import Job, dtype_of
+from draftsmith.mask_token import check_mask_token
+from draftsmith.target import Target
+from draftsmith.target_facts import describe, read_config
+from draftsmith.target_load import load_decoder
+from draftsmith.unit import Unit
+
+REFERENCE_TOKENS = 256  # of a document that are compared: taps are causal
+TAPS_LIMIT = {4: 1e-4, 2: 6e-2}  # median relative difference of a token, by bytes of the dtype
+LEAK_LIMIT = {4: 1e-6, 2: 1e-2}
+
+
+def check_words(job: Job) -> list[Verdict]:
+    """What the recipe means for this target, for a person to read."""
+    config, facts = job.config, describe(job.directory)
+    taps = (
+        f"outputs of layers {', '.join(map(str, job.drafter.taps))} of 0..{facts.num_layers - 1}, before any final norm"
+    )
+    verdicts = [passed("layer ids", taps)]
+    try:
+        verdicts.append(passed("mask token", check_mask_token(job.directory, job.drafter.mask_token)))
+    except UserError as error:
+        verdicts.append(failed("mask token", str(job.drafter.mask_token), str(error), "set target.mask_token"))
+    options = ", ".join(f"{k} = {v}" for k, v in config.target.template_options.items()) or "no options"
+    template = config.target.chat_template or "the model's own"
+    verdicts.append(passed("chat template", f"{template}, {options}; the corpus was prepared with the same"))
+    return verdicts
+
+
+def prefilled(target: Target, ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+    """Taps [T, K*H] of a row, copied."""
+    parameter = next(target.decoder.parameters())
+    width = len(target.taps) * target.decoder.config.hidden_size
+    dtype = parameter.dtype if parameter.is_floating_point() else torch.bfloat16
+    out = torch.empty(len(ids), width, dtype=dtype, device=target.device)
+    target.prefill(ids, positions, documents, out)
+    return out
+
+
+def row_of(unit: Unit, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, positions and documents [T] of a unit on a device."""
+    return tuple(torch.from_numpy(x).to(device) for x in (unit.ids, unit.positions, unit.documents))
+
+
+def middle_document(unit: Unit) -> slice:
+    """The rows of a document that has neighbours before it, where the unit holds several."""
+    number = unit.documents[: unit.tokens_used].max() // 2
+    rows = (unit.documents[: unit.tokens_used] == number).nonzero()[0]
+    return slice(int(rows[0]), int(rows[-1]) + 1)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Median over tokens of |a - b| / |b|, [n, H]: leaks show on every token, and a few may go to other experts."""
+    a, b = a.float(), b.float()
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-20)).median())
+
+
+@torch.no_grad()
+def check_taps(target: Target, job: Job, unit: Unit) -> list[Verdict]:
+    """A document of a packed row against the model's own `output_hidden_states` of the same tokens alone."""
+    name, layers = "taps", describe(job.directory).num_layers
+    taps = [
+        i for i in target.taps if i < layers - 1
+    ]  # hidden_states holds the last layer's output after the final norm
+    if not taps:
+        return [not_checked(name, "the only tap is the last layer, whose output transformers reports after its norm")]
+    row = row_of(unit, target.device)
+    where = middle_document(unit)
+    where = slice(where.start, min(where.stop, where.start + REFERENCE_TOKENS))
+    got = prefilled(target, *row)[where].chunk(len(target.taps), -1)
+    states = own_hidden_states(job, row[0][where], max(taps) + 2, target.device)
+    item, worst, cause = got[0].element_size(), 0.0, ""
+    for index, mine in zip(target.taps, got, strict=True):
+        if index not in taps:
+            continue
+        difference = apart(mine, states[index + 1])
+        worst = max(worst, difference)
+        if difference > TAPS_LIMIT[item] and not cause:
+            best = min(range(len(states)), key=lambda i: apart(mine, states[i]))
+            equals = f"layer {best - 1}'s output" if best else "the embedding"
+            near = apart(mine, states[best]) <= TAPS_LIMIT[item]
+            cause = f"tap {index} is {equals}" if near else f"tap {index} is no layer's output; {equals} is nearest"
+    skipped = "" if len(taps) == len(target.taps) else f"; layer {layers - 1} not compared, it is the last"
+    return [
+        judge(
+            name,
+            worst <= TAPS_LIMIT[item],
+            f"{len(taps)} taps differ from the model's own hidden states by {worst:.1e}{skipped}",
+            cause,
+            "tap L is the output of decoder layer L, counted from 0, before any norm",
+        )
+    ]
+
+
+def own_hidden_states(job: Job, ids: Tensor, count: int, device: torch.device) -> tuple[Tensor, ...]:
+    """(embedding, layer 0's output, ...) [n, H] of transformers' own model with its first `count` layers."""
+    config = read_config(job.directory, job.config.target.trust_remote_code)
+    dtype = dtype_of(job.config, device)
+    decoder = load_decoder(job.directory, config, count, dtype, "eager", job.config.target.trust_remote_code)
+    place = device if _fits(decoder, device) else torch.device("cpu")
+    out = decoder.to(place)(input_ids=ids[None].to(place), use_cache=False, output_hidden_states=True)
+    return tuple(state[0].to(device) for state in out.hidden_states)
+
+
+def _fits(decoder: torch.nn.Module, device: torch.device) -> bool:
+    if device.type == "cpu":
+        return True
+    need = sum(p.numel() * p.element_size() for p in decoder.parameters())
+    return need * 1.1 + 2**30 < torch.cuda.mem_get_info(device)[0]
+
+
+def check_packed(target: Target, unit: Unit) -> list[Verdict]:
+    """A document in a packed row against itself alone, and with other neighbours."""
+    ids, positions, documents = row_of(unit, target.device)
+    where = middle_document(unit)
+    packed = prefilled(target, ids, positions, documents)[where]
+    others = ids.clone()
+    others[: where.start], others[where.stop :] = ids[: where.start].flip(0), ids[where.stop :].flip(0)
+    moved = apart(prefilled(target, others, positions, documents)[where], packed)
+    length, rest = where.stop - where.start, torch.arange(len(ids), device=ids.device)
+    lone = torch.cat((ids[where], ids[: where.start], ids[where.stop :]))
+    lone_documents = (rest >= length).long()
+    lone_positions = torch.where(rest < length, rest, rest - length)
+    alone = apart(prefilled(target, lone, lone_positions, lone_documents)[:length], packed)
+    item = packed.element_size()
+    return [
+        judge(
+            "packed document, taps",
+            moved <= LEAK_LIMIT[item] and alone <= TAPS_LIMIT[item],
+            f"other neighbours move its taps by {moved:.1e}, first in the row against packed {alone:.1e}",
+            "a neighbour leaks into the document"
+            if moved > LEAK_LIMIT[item]
+            else "its place in the row changes its taps",
+            "the target's attention must keep to each document and its positions restart: report this family",
+        )
+    ]

@@ -1,0 +1,184 @@
+"""What the doctor looks through while a step runs: compilations, reads on the host, addresses, memory, launches."""
+
+import gc
+import threading
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftsmith.static import FIELDS
+from draftsmith.step import TrainStep
+from draftsmith.step_modes import COMPILE_LOCK
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One compilation as it began."""
+
+    trigger: str
+    thread: str
+    locked: bool
+    """The thread held COMPILE_LOCK."""
+    place: str
+    """The product's line that led to it."""
+
+
+@dataclass
+class CompileWatch:
+    """Every compilation of the process while the watch is on, in all threads."""
+
+    seen: list[Compilation] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.register_start_callback(self._begin)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.remove_start_callback(self._begin)
+
+    def _begin(self, args: Any) -> None:
+        locked = COMPILE_LOCK._is_owned()  # threading.Condition's own way to ask
+        self.seen.append(
+            Compilation(args.callback_trigger.name.lower(), threading.current_thread().name, locked, own_line())
+        )
+
+
+def recompile_reasons() -> list[str]:
+    """Why the compiler compiled a function again, oldest first, as far as it remembers."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return [" ".join(m.recompile_reason.split()) for m in get_compilation_metrics() if m.recompile_reason]
+
+
+def graph_breaks() -> Counter:
+    """Reasons of graph breaks so far in this process."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
+
+
+def own_line() -> str:
+    """file:line of the innermost caller outside torch and outside the doctor."""
+    torch_home, doctor = str(Path(torch.__file__).parent), "doctor_"
+    for frame in reversed(traceback.extract_stack()):
+        name = Path(frame.filename).name
+        if not frame.filename.startswith((torch_home, "<")) and not name.startswith(doctor):
+            return f"{name}:{frame.lineno} {frame.line}"
+    return "an unknown place"
+
+
+HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2")
+
+
+class HostReads(TorchDispatchMode):
+    """Operations whose result the host has to know: on a GPU each waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled functions stay compiled under this mode."""
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function.overloadpacket.__name__ in HOST_READS:
+            self.places.append(f"{function.overloadpacket.__name__} at {own_line()}")
+        return function(*args, **(kwargs or {}))
+
+
+def host_reads(run: Callable[[], None], device: torch.device) -> list[str]:
+    """Places where `run` makes the host wait for the device; on the CPU, where it would."""
+    if device.type != "cuda":
+        with HostReads() as mode:
+            run()
+        return mode.places
+    torch.cuda.synchronize(device)
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    syncs = [w for w in caught if "synchroniz" in str(w.message)]
+    return [f"{Path(w.filename).name}:{w.lineno}" for w in syncs]
+
+
+def addresses(step: TrainStep) -> dict[str, int]:
+    """Name -> address of everything a captured step reads or writes by address."""
+    static = step.static
+    found = {f"input {name}": getattr(static, name) for name in ("number", *FIELDS, "taps")}
+    found |= {f"weight {name}": p for name, p in step.drafter.named_parameters()}
+    found |= {"gradients": step.flat.reduced, "masters": step.flat.masters, "exp_avg": step.adamw.exp_avg}
+    found |= {"exp_avg_sq": step.adamw.exp_avg_sq, "head": step.tables.head.weight, "embedding": step.tables.embedding}
+    return {name: tensor.data_ptr() for name, tensor in found.items()}
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes in use: by the caching allocator's count on a GPU, of all tensors that Python can reach on the CPU."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at every object also touches torch's deprecated ones
+        tensors = [o for o in gc.get_objects() if type(o) in (Tensor, torch.nn.Parameter) and o.device.type == "cpu"]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not is_fake(t)}
+    return sum(storages.values())
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Made by the compiler while it traced: has no memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that has been in use since `reset_peak`: tensors on a GPU, the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What the host asked of the driver."""
+
+    graphs: int
+    kernels: int
+
+
+@contextmanager
+def count_launches(device: torch.device) -> Iterator[Callable[[], Launches]]:
+    """Counts launches on this device by torch's profiler; call the result after the block."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        yield lambda: _launches(profiler)
+        torch.cuda.synchronize(device)
+
+
+def _launches(profiler: Any) -> Launches:
+    names = Counter(event.name for event in profiler.events())
+    graphs = sum(n for name, n in names.items() if name.startswith(("cudaGraphLaunch", "cuGraphLaunch")))
+    kernels = sum(n for name, n in names.items() if name.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
+    return Launches(graphs, kernels)

@@ -1,0 +1,134 @@
+"""A recipe with everything it needs opened and checked, before any worker loads a model or writes a file.
+
+Every worker of a run opens its own Job; what it holds is a pure function of the recipe and of files that do not change.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from draftsmith import models
+from draftsmith.config import Config
+from draftsmith.data.shards import Corpus
+from draftsmith.data.template import check_matches
+from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
+from draftsmith.drafters.init import init_from_target
+from draftsmith.drafters.shape import drafter_shape
+from draftsmith.errors import UserError
+from draftsmith.loop import Plan
+from draftsmith.target import RowPlan, Target
+from draftsmith.topology import Place, Topology, resolve_topology
+from draftsmith.unit import (
+    PlanCache,
+    Unit,
+    UnitSequence,
+    UnitShape,
+    check_documents,
+    evaluation_chunks,
+    fitting_anchor_rate,
+    plan_epoch,
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done, the same in every worker."""
+
+    config: Config
+    directory: Path
+    """The target's."""
+    corpus: Corpus
+    held_out: Corpus
+    rows: list[list[int]]
+    """Held-out rows that are evaluated, each as its documents."""
+    shape: UnitShape
+    drafter: DFlashShape
+
+    def units(self, run: Path) -> UnitSequence:
+        """The training sequence; plans are kept in `run`. Not for several threads at once: one for each."""
+        return UnitSequence(self.corpus, self.shape, self.config.run.seed, PlanCache(run / "plans"))
+
+    def plan(self, units: UnitSequence, place: Place, start: int) -> Plan:
+        """The steps that are left; a target's trainer number means nothing."""
+        c = self.config
+        trainer = place.number if place.role != "target" else 0
+        total = total_steps(c, units)
+        return Plan(start, total, c.unit.per_step, trainer, place.trainers, c.run.evaluate_every, len(self.rows))
+
+    def held_out_row(self, number: int) -> list[Unit]:
+        """A held-out row as the chunks of its valid anchors (unit.py)."""
+        return evaluation_chunks(self.held_out, self.rows[number], self.shape, number)
+
+    def load_target(self, device: torch.device) -> Target:
+        c = self.config
+        return Target.load(
+            self.directory, self.drafter.taps, dtype_of(c, device), device,
+            mode=c.run.mode, rows=row_plan(self), trust_remote_code=c.target.trust_remote_code,
+        )  # fmt: skip
+
+    def make_drafter(self) -> DFlash:
+        return make_drafter(self.config, self.directory)
+
+
+def open_job(config: Config) -> Job:
+    """UserError for everything that can be wrong with a recipe, its corpus and its target's directory."""
+    directory = models.resolve(config.target.model, config.target.revision)
+    corpus, held_out = (Corpus.open(Path(config.data.corpus), split) for split in ("train", "held_out"))
+    check_matches(corpus.manifest, directory, config.target.chat_template, config.target.template_options)
+    unit = config.unit
+    rate = unit.anchor_rate or fitting_anchor_rate(corpus, unit.tokens, unit.anchors)
+    shape = UnitShape(unit.tokens, unit.anchors, config.drafter.block, rate)
+    drafter = drafter_shape(config, directory)
+    try:
+        check_documents(corpus, shape)
+        rows = plan_epoch(held_out, shape, seed=0, epoch=0) if len(held_out.lengths) else []
+    except ValueError as error:
+        raise UserError(f"{config.data.corpus}: {error}") from None
+    return Job(config, directory, corpus, held_out, rows[: config.run.evaluate_units], shape, drafter)
+
+
+def make_drafter(config: Config, directory: Path) -> DFlash:
+    """The drafter of a recipe with its first weights (float32, CPU)."""
+    drafter = DFlash(drafter_shape(config, directory))
+    init_random(drafter, config.run.seed)
+    if config.drafter.init == "target":
+        init_from_target(drafter, directory)
+    return drafter
+
+
+def total_steps(config: Config, units: UnitSequence) -> int:
+    """optim.steps, or what optim.epochs of the corpus come to."""
+    if config.optim.steps:
+        return config.optim.steps
+    epochs = config.optim.epochs
+    rows = sum(units.rows_in_epoch(e) for e in range(ceil(epochs))) * epochs / ceil(epochs)
+    return max(1, round(rows / config.unit.per_step))
+
+
+def row_plan(job: Job) -> RowPlan:
+    """The most documents that fit into a row, the unused rest of it counted as one, and the longest."""
+    lengths = np.sort(np.concatenate((job.corpus.lengths, job.held_out.lengths)))
+    fits = int(np.searchsorted(np.cumsum(lengths), job.shape.tokens, side="right"))
+    return RowPlan(job.shape.tokens, fits + 1, job.shape.tokens)
+
+
+def automatic_device() -> str:
+    """What run.device = "auto" means here."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def topology_of(config: Config) -> Topology:
+    """The recipe's workers on this host's devices."""
+    devices = torch.cuda.device_count() if config.run.device != "cpu" and torch.cuda.is_available() else 0
+    if config.run.device == "cuda" and not devices:
+        raise UserError('run.device = "cuda": this torch sees no CUDA device; use "cpu" or "auto"')
+    return resolve_topology(config, devices)
+
+
+def dtype_of(config: Config, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on CUDA, float32 on the CPU."""
+    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.target.dtype]

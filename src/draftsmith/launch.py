@@ -1,0 +1,276 @@
+"""`draftsmith train` and `draftsmith stop`: starts the workers, watches over them, says what went wrong, starts again.
+
+One worker runs in this very process. Several are processes under torch's elastic agent (what torchrun runs), so that
+other launchers can start the same `draftsmith.worker`. On one host everything listens on the loopback interface alone.
+SIGTERM or SIGINT asks the run to checkpoint and end, a second one ends it at once; a worker's first failure ends all.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from draftsmith.config import Config
+from draftsmith.console import Console
+from draftsmith.errors import UserError
+from draftsmith.options import StopOptions, TrainOptions
+from draftsmith.run import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PEER,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    EXIT_USER,
+    RunDirectory,
+    check_run,
+    read_outcome,
+    read_owner,
+    write_json,
+)  # fmt: skip
+from draftsmith.topology import Place, Topology
+
+LAST_LINES = 20
+OOM_COUNTS = Path("/sys/fs/cgroup/memory.events")
+
+SIGNALS = {
+    signal.SIGKILL: "killed: by hand, by the scheduler, or by the kernel for want of memory (`dmesg` tells)",
+    signal.SIGBUS: "bus error: a file that it had mapped became shorter, or its disk or shared memory is full",
+    signal.SIGSEGV: "segmentation fault in native code: the stack is in its log",
+    signal.SIGABRT: "aborted by native code, such as NCCL's watchdog: the reason is in its log",
+    signal.SIGTERM: "terminated from outside",
+    signal.SIGINT: "interrupted from outside",
+}
+
+
+def launch(options: TrainOptions, config: Config) -> int:
+    """`draftsmith train`. Returns an exit code of run.py."""
+    from draftsmith.host import run_host
+    from draftsmith.job import open_job, topology_of
+
+    path = options.run or Path("runs") / options.recipe.stem
+    hosts, topology = hosts_of(options), topology_of(config)
+    if options.detach:
+        return detach(options, config, path)
+    if hosts == (1, 1) and topology.processes == 1 and not options.restarts:
+        return run_host(config, path, options.resume, Console(), options.profile)
+    open_job(config)
+    if hosts == (1, 1):
+        check_run(path, config, options.resume)
+    return supervise(options, config, topology, path, hosts)
+
+
+def hosts_of(options: TrainOptions) -> tuple[int, int]:
+    """--hosts "2" or "1:2" -> (fewest, most)."""
+    fewest, _, most = options.hosts.partition(":")
+    if not fewest.isdigit() or not (most or fewest).isdigit() or not 1 <= int(fewest) <= int(most or fewest):
+        raise UserError(f"--hosts {options.hosts!r}: give a number, or FEWEST:MOST")
+    if int(most or fewest) > 1 and options.rendezvous is None:
+        raise UserError("--hosts: several hosts need --rendezvous HOST:PORT, the same on all of them")
+    return int(fewest), int(most or fewest)
+
+
+def supervise(options: TrainOptions, config: Config, topology: Topology, path: Path, hosts: tuple[int, int]) -> int:
+    """Run the workers to the end; on one host, start again after a failure as often as asked."""
+    console, resume = Console(), options.resume
+    write_recipe(path, config)
+    single = hosts == (1, 1)
+    for start in range(options.restarts + 1 if single else 1):
+        with asking_to_stop(path):
+            code = run_workers(options, topology, path, hosts, resume, console)
+        if code != EXIT_FAILED or start == options.restarts or (path / "stop").exists() or not single:
+            return code
+        resume = (path / "config.json").is_file()
+        console.note(f"starting again, {start + 1} of {options.restarts} restarts")
+    return code
+
+
+def run_workers(
+    options: TrainOptions, topology: Topology, path: Path, hosts: tuple[int, int], resume: bool, console: Console
+) -> int:
+    """One start of all workers of this host under torch's elastic agent."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    from draftsmith.rendezvous import register_loopback
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # this file says it in one place
+    single = hosts == (1, 1)
+    if single:
+        register_loopback()
+    launch_config = LaunchConfig(
+        min_nodes=hosts[0],
+        max_nodes=hosts[1],
+        nproc_per_node=topology.processes,
+        run_id=f"draftsmith-{path.name}",
+        rdzv_backend="loopback" if single else "c10d",
+        rdzv_endpoint="" if single else options.rendezvous,
+        max_restarts=0 if single else options.restarts,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(path / "logs" / "torchelastic")),
+        signals_to_handle="SIGQUIT",  # SIGTERM and SIGINT are ours
+    )
+    argv = ["-m", "draftsmith.worker", str(recipe_of(path)), "--run", str(path)]
+    argv += ["--resume"] * resume + (["--profile", options.profile] if options.profile else [])
+    killed_before = out_of_memory_kills()
+    try:
+        launch_agent(launch_config, sys.executable, argv)
+    except ChildFailedError as error:
+        failure = first_failure(error.failures.values())
+        for line in explain(failure, topology, path, out_of_memory_kills() - killed_before):
+            console.note(line)
+        return EXIT_USER if failure.exitcode == EXIT_USER else EXIT_FAILED
+    return read_outcome(RunDirectory(path, attempt_of(path)))
+
+
+def write_recipe(path: Path, config: Config) -> None:
+    """The resolved recipe, which the workers read."""
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        write_json(recipe_of(path), {"recipe": config.to_dict()})
+    except OSError as error:
+        raise UserError(f"{path}: the run directory cannot be written: {error}") from None
+
+
+def recipe_of(path: Path) -> Path:
+    return path / "logs" / "recipe.json"
+
+
+def attempt_of(path: Path) -> int:
+    """The number of the newest attempt; 0 before there is one."""
+    written = path / "config.json"
+    return json.loads(written.read_text())["attempt"] if written.is_file() else 0
+
+
+@contextmanager
+def asking_to_stop(path: Path) -> Iterator[None]:
+    """SIGTERM and SIGINT write the file that trainers look for; the second one, or one before training, ends everything:
+    workers die with this process."""
+    asked = False
+
+    def ask(number: int, _frame: object) -> None:
+        nonlocal asked
+        if asked or not (path / "running.json").exists():
+            print(f"draftsmith train: ended at once by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+        asked = True
+        (path / "stop").touch()
+        print("draftsmith train: stopping after this step; once more ends at once", file=sys.stderr, flush=True)
+
+    old = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+# What went wrong ------------------------------------------------------------------------------------------------------
+
+
+def first_failure(failures):
+    """The worker whose end was the cause: not one that was ended for it, nor one that missed it."""
+    consequence = {EXIT_TERMINATED: 2, -signal.SIGTERM: 2, EXIT_PEER: 1}
+    return min(failures, key=lambda f: (consequence.get(f.exitcode, 0), f.timestamp))
+
+
+def explain(failure, topology: Topology, path: Path, out_of_memory: int) -> list[str]:
+    """The first worker that failed, why, and its last lines. `failure`: torch's ProcessFailure."""
+    from draftsmith.host import log_name
+
+    place = Place(topology, failure.local_rank)
+    places = [Place(topology, i) for i in range(topology.workers)] if topology.threads else [place]
+    who = f"{place.role} {place.index}" if len(places) == 1 else "the process of all workers"
+    attempt = attempt_of(path)
+    lines = [f"{who} (process {failure.pid}, attempt {attempt}) failed: {meaning(failure.exitcode, out_of_memory)}"]
+    log = newest_log(path, attempt, log_name(places))
+    if log is None:
+        return lines
+    lines.append(f"its last lines, {log}:")
+    lines += [f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-LAST_LINES:]]
+    if (path / "checkpoints").is_dir() and any((path / "checkpoints").glob("step_*")):
+        lines.append(f"complete checkpoints are untouched; go on with --run {path} --resume")
+    return lines
+
+
+def newest_log(path: Path, attempt: int, name: str) -> Path | None:
+    """This host's log of a worker; with several hosts its number is not known here, so that the newest one is taken."""
+    exact = path / "logs" / f"attempt_{attempt}" / name
+    if exact.is_file():
+        return exact
+    others = list(exact.parent.glob(name.rstrip("0123456789.log") + "*.log"))
+    return max(others, key=lambda p: p.stat().st_mtime, default=None)
+
+
+def meaning(code: int, out_of_memory: int = 0) -> str:
+    """What an exit code says."""
+    if code == -signal.SIGKILL and out_of_memory:
+        return "killed by the kernel: this container's memory limit was reached"
+    if code < 0:
+        known = [number for number in SIGNALS if number == -code]
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return f"{name}, {SIGNALS[known[0]]}" if known else name
+    known_codes = {
+        EXIT_FAILED: "an error", EXIT_USER: "a mistake in the recipe or its files", EXIT_TERMINATED: "told to end",
+        EXIT_PEER: "another worker, perhaps of another host, is gone or silent",
+    }  # fmt: skip
+    return f"{known_codes.get(code, 'an error')} (exit code {code})"
+
+
+def out_of_memory_kills() -> int:
+    """How many processes of this container the kernel has killed for memory; 0 where it does not say."""
+    try:
+        counts = dict(line.split() for line in OOM_COUNTS.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(counts.get("oom_kill", 0))
+
+
+# In the background ----------------------------------------------------------------------------------------------------
+
+
+def detach(options: TrainOptions, config: Config, path: Path) -> int:
+    """Start `draftsmith train` in a session of its own; returns when it has opened its run directory, or has failed."""
+    from draftsmith.job import open_job
+
+    open_job(config)
+    check_run(path, config, options.resume)
+    write_recipe(path, config)
+    argv = [sys.executable, "-m", "draftsmith", "train", str(recipe_of(path)), "--run", str(path)]
+    argv += ["--resume"] * options.resume + ["--restarts", str(options.restarts), "--hosts", options.hosts]
+    argv += ["--rendezvous", options.rendezvous] if options.rendezvous else []
+    argv += ["--profile", options.profile] if options.profile else []
+    log = path / "logs" / "launcher.log"
+    with log.open("ab") as out:
+        before = log.stat().st_size
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, close_fds=True
+        )
+    while process.poll() is None:
+        owner = read_owner(path)
+        if owner is not None and owner.is_here() and owner.is_alive():
+            print(f"training in {path} as process {process.pid}; its lines: {log}")
+            print(f"draftsmith watch {path} | draftsmith status {path} | draftsmith stop {path}")
+            return EXIT_DONE
+        time.sleep(0.1)
+    if process.returncode not in (EXIT_DONE, EXIT_STOPPED):
+        sys.stderr.write(log.read_bytes()[before:].decode(errors="replace"))
+    return process.returncode
+
+
+def stop(options: StopOptions) -> int:
+    """`draftsmith stop`."""
+    owner = read_owner(options.run)
+    if owner is None or not owner.is_alive():
+        raise UserError(f"{options.run}: nobody trains here")
+    (options.run / "stop").touch()
+    print(f"{options.run}: asked to checkpoint and end after the step it is at")
+    while options.wait and read_owner(options.run) == owner and owner.is_alive():
+        time.sleep(0.2)
+    return EXIT_DONE

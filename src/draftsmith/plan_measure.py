@@ -1,0 +1,66 @@
+"""Times both roles of a recipe on this machine's first device for a few units, as the run would do the work."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from draftsmith.doctor_checks_device import time_copy, wait
+from draftsmith.host import intra_op_threads
+from draftsmith.job import Job, dtype_of, topology_of
+from draftsmith.plan_speed import Times, Work, times_by_rates
+from draftsmith.rates import Card, rates_of
+from draftsmith.step import TrainStep
+from draftsmith.target import load_tables
+from draftsmith.unit import UnitSequence
+
+TIMED = 3  # units, after one that warms up
+
+
+def measure_times(job: Job, units: UnitSequence, card: Card | None, work: Work) -> Times:
+    """Median seconds of prefill, micro-step and update. What one device cannot show (the copy between devices where there
+    is one, the all-reduce) is the table's for a known card, else memory speed."""
+    topology, c = topology_of(job.config), job.config
+    device = torch.device(topology.devices[-1])
+    dtype = dtype_of(c, device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(intra_op_threads(c, topology))
+    try:
+        target = job.load_target(device)
+        step = TrainStep(
+            job.make_drafter(), load_tables(job.directory, dtype, device), job.shape, c.loss, c.optim, dtype, device,
+            checkpoint_activations=c.run.checkpoint_activations, mode=c.run.mode,
+        )  # fmt: skip
+        step.prepare()
+        seconds: dict[str, list[float]] = {"prefill": [], "unit": [], "update": []}
+        static = step.static
+        for u in range(1 + TIMED):
+            static.load(units.unit(u))
+            prefill = timed(lambda: target.prefill(static.ids, static.positions, static.documents, static.taps), device)
+            found = {"prefill": prefill, "unit": timed(step.accumulate, device)}
+            found["update"] = timed(lambda: step.update(0.0), device)
+            for name, value in found.items() if u else ():
+                seconds[name].append(value)
+        copy = time_copy(static.taps, torch.empty_like(static.taps))
+        pull = copy
+        if device.type == "cuda" and torch.cuda.device_count() > 1:
+            other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
+            pull = time_copy(torch.empty_like(static.taps, device=other), static.taps)
+    finally:
+        torch.set_num_threads(before)
+    reduce = times_by_rates(work, rates_of(card)).reduce if card else copy / work.taps_bytes * 4 * work.parameters
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    return Times(
+        f"measured here over {TIMED} units on {device}, mode {step.mode}" + ("" if card else ", sums of gradients estimated"),
+        False, middle["prefill"], middle["unit"], middle["update"], pull, copy, reduce,
+    )  # fmt: skip
+
+
+def timed(run: Callable[[], None], device: torch.device) -> float:
+    """Seconds until the device is done with it."""
+    wait(device)
+    begin = time.perf_counter()
+    run()
+    wait(device)
+    return time.perf_counter() - begin

@@ -1,0 +1,76 @@
+"""How a step's device work is run: eagerly, compiled, through Inductor's graph trees, or as two CUDA graphs.
+
+| mode | micro-step (forward, loss, backward) | update |
+|---|---|---|
+| eager | as written | torch's fused AdamW |
+| compile | body compiled (dynamic=False), loss kernels as they are | compiled |
+| reduce-overhead | body compiled with Inductor's CUDA graph trees | compiled |
+| graph | the compiled micro-step in one torch.cuda.CUDAGraph, replayed for every unit | a second graph |
+
+Threads: torch.compile is not thread-safe, so every thread compiles under COMPILE_LOCK, forward and backward, before any
+thread trains; then `forbid_recompiles`. A CUDA graph belongs to the thread and stream that captured it.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from draftsmith.errors import UserError
+
+Resolved = Literal["eager", "compile", "reduce-overhead", "graph"]
+COMPILE_LOCK = threading.RLock()  # one for the process, as the compiler's own state is
+WARM_UP = 2  # runs before capture: compilation, kernel selection and library workspaces all happen in them
+
+
+def resolve_mode(mode: str, device: torch.device) -> Resolved:
+    """auto -> graph on CUDA, eager on CPU. Refuses what this torch, device or thread cannot do."""
+    if mode == "auto":
+        return "graph" if device.type == "cuda" else "eager"
+    if mode == "graph" and device.type != "cuda":
+        raise UserError('run.mode = "graph" needs a CUDA device; use "compile" or "eager" on the CPU')
+    if mode == "reduce-overhead" and threading.current_thread() is not threading.main_thread():
+        version = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
+        if version < (2, 13):
+            raise UserError(
+                f'run.mode = "reduce-overhead" in a worker thread: the graph trees of torch {torch.__version__} keep their '
+                'state in the main thread and fail elsewhere (fixed in torch 2.13); use run.mode = "graph", which is '
+                "one graph a thread and as fast, or workers as processes"
+            )
+    return mode
+
+
+def forbid_recompiles() -> None:
+    """From here on a recompile, in any thread, is an error that names its cause. Call it once every thread has prepared."""
+    torch.compiler.set_stance("fail_on_recompile")
+
+
+def compiled(function: Callable, mode: Resolved) -> Callable:
+    """`function` as the mode wants it. Options travel with the function: config set in another thread would not."""
+    if mode == "eager":
+        return function
+    trees = "reduce-overhead" if mode == "reduce-overhead" else None
+    return torch.compile(function, dynamic=False, fullgraph=True, mode=trees)
+
+
+class Graph:
+    """A callable without arguments or results, over static buffers, as one CUDA graph."""
+
+    def __init__(self, function: Callable[[], None], stream: torch.cuda.Stream):
+        """Capture. `function` has run on `stream` before, at least WARM_UP times."""
+        self.graph = torch.cuda.CUDAGraph()
+        # thread_local: only this thread's own unsafe calls break the capture, not those of other workers
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            function()
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def on_side_stream(function: Callable[[], None], stream: torch.cuda.Stream) -> None:
+    """Run `function` on `stream`, ordered after and before the current stream's work."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -1,0 +1,202 @@
+"""A worker process: what `draftsmith train` starts for each worker, and what torchrun, SLURM or Kubernetes start.
+
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m draftsmith.worker RECIPE
+
+It meets the others at the launcher's store, takes its place by its rank, and plays its role (host.py). With
+topology.workers = "threads" one process holds all workers of its host. Exit codes: 0 when the run is done or was
+stopped, 1 failed, 2 the user's mistake, EXIT_PEER where another worker's end was the cause.
+"""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import rich.console
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from draftsmith.__main__ import parse_recipe
+from draftsmith.config import Config
+from draftsmith.console import Console
+from draftsmith.errors import UserError
+from draftsmith.host import Mail, Notes, log_name, patience_of, run_places
+from draftsmith.job import open_job, topology_of
+from draftsmith.loop import StopRequest
+from draftsmith.mailbox import PeerLost
+from draftsmith.options import TrainOptions
+from draftsmith.run import (
+    EXIT_FAILED,
+    EXIT_PEER,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    EXIT_USER,
+    RunDirectory,
+    close_run,
+    join_run,
+    open_run,
+    start_time,
+    write_outcome,
+)  # fmt: skip
+from draftsmith.slots import connect, listen, meeting_place
+from draftsmith.team import Team, World
+from draftsmith.topology import Place, Topology
+
+PEER_SECONDS = 3.0  # a worker that lost another one waits so long for the launcher to end it and to name the cause
+GRACE_SECONDS = 25.0  # after a polite SIGTERM; torchrun kills after 30
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; ends the process without running destructors, which could wait for workers that are gone."""
+    code = EXIT_FAILED
+    try:
+        code = work(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        code = EXIT_USER
+    except PeerLost as error:
+        print(f"draftsmith: {error}", file=sys.stderr, flush=True)
+        time.sleep(PEER_SECONDS)
+        code = EXIT_PEER
+    finally:
+        if code == EXIT_FAILED and sys.exception() is not None:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@record  # torchrun shows the error of the first worker that failed
+def work(argv: list[str]) -> int:
+    """Meet the others, play the role."""
+    end_with_parent()
+    options, config = parse_recipe(TrainOptions, argv, "draftsmith.worker", "a worker process")
+    rank, size, local, per_host, restart = (
+        int(os.environ.get(name, -1))
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    )
+    if min(rank, size, local, per_host) < 0:
+        raise UserError("draftsmith.worker is started by torchrun; without it: draftsmith train RECIPE")
+    topology = topology_of(config)
+    if per_host != topology.processes:
+        raise UserError(
+            f"{per_host} processes were started on this host, but the recipe has {topology.describe()}: "
+            f"torchrun --nproc-per-node={topology.processes}"
+        )
+    job = open_job(config)
+    hosts, host = size // per_host, rank // per_host
+    world = World.join(rank, size, max(0, restart), hosts, config.topology.first_patience)
+    run, resumes = open_together(world, options, config, local, restart > 0)
+    try:
+        places = [Place(topology, i, host, hosts) for i in (range(topology.workers) if topology.threads else [local])]
+        console = redirect(run, places)
+        stop = StopRequest(run.path / "stop", config.run.time_limit)
+        obey_signals(stop, [pid for where, pid in world.gather((host, os.getpid())) if where == host])
+        leaders = [h * per_host + i for h in range(hosts) for i in range(per_host) if leads(topology, i)]
+        backend = "nccl" if places[-1].device != "cpu" else "gloo"
+        groups = world.groups(leaders, backend, patience_of(config))
+        team = Team(topology.trainers if topology.threads else 1, groups, config.topology.first_patience)
+        mails = meet_cell(world, places[0], run.attempt, config) if topology.targets and not topology.threads else None
+        code = run_places(job, run, places, team, stop, console, resumes, mails, options.profile)
+        if any(place.is_first for place in places):
+            write_outcome(run, code)
+        return 0 if code == EXIT_STOPPED else code
+    finally:
+        close_run(run)
+
+
+def leads(topology: Topology, process: int) -> bool:
+    """The process holds trainers."""
+    return topology.threads or process >= topology.targets
+
+
+def open_together(
+    world: World, options: TrainOptions, config: Config, local: int, restarted: bool
+) -> tuple[RunDirectory, bool]:
+    """The first process opens the run directory for all; each host has it too, in the same place or in one of its own."""
+    path = options.run or Path("runs") / options.recipe.stem
+    opened: tuple[int, bool, str | None] = (0, False, None)
+    if world.rank == 0:
+        resume = options.resume or (restarted and (path / "config.json").is_file())
+        try:
+            opened = (open_run(path, config, resume).attempt, resume, None)
+        except UserError as error:
+            opened = (0, False, str(error))
+    attempt, resume, refusal = world.gather(opened)[0]
+    if refusal is not None:
+        raise UserError(refusal)
+    if local == 0:
+        join_run(path, config, attempt)
+    world.gather(None)
+    return RunDirectory(path, attempt), resume
+
+
+def redirect(run: RunDirectory, places: list[Place]) -> Notes:
+    """Send everything this process prints to its log; the first trainer's lines go to the launcher's terminal, too."""
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    log: TextIO = (run.logs / log_name(places)).open("a", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+    faulthandler.enable(log)
+    first = any(place.is_first for place in places)
+    shown = Console(rich.console.Console(file=terminal, highlight=False)) if first else None
+    return Notes(log, shown)
+
+
+def meet_cell(world: World, place: Place, attempt: int, config: Config) -> list[Mail]:
+    """Connect every trainer of each host with every target of it, through sockets in a directory that is gone afterwards."""
+    first = place.local == 0
+    directories = world.gather((place.host, str(meeting_place()) if first else None))
+    directory = Path(next(path for host, path in directories if host == place.host and path is not None))
+    target = place.role == "target"
+    listener = listen(directory, place.index) if target else None
+    world.gather(None)
+    sockets: list[socket.socket] = [] if target else connect(directory, place.topology.targets)
+    world.gather(None)
+    if first:
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+    return [Mail(place, attempt, patience_of(config), sockets, listener)]
+
+
+def end_with_parent() -> None:
+    """A worker never outlives its launcher, however that ends (PR_SET_PDEATHSIG)."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(EXIT_TERMINATED)
+
+
+def obey_signals(stop: StopRequest, siblings: list[int]) -> None:
+    """SIGTERM or SIGINT: end at once if another worker of this host has ended (the launcher clears up after a failure),
+    else ask for a stop, and end if that takes too long. In a thread of its own: the main one may be blocked anywhere."""
+    started = {pid: start_time(pid) for pid in siblings}
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # the wake-up below does the work
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+    def obey() -> None:
+        while ours.recv(1):
+            if any(start_time(pid) != at for pid, at in started.items()):
+                os._exit(EXIT_TERMINATED)
+            if not stop.requested:
+                print("draftsmith: told to stop, which every trainer will after the same step", file=sys.stderr)
+                stop.ask()
+                threading.Timer(GRACE_SECONDS, os._exit, (EXIT_TERMINATED,)).start()
+
+    # `theirs` is kept alive by the thread's closure
+    threading.Thread(target=lambda: (obey(), theirs.close()), name="signals", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
