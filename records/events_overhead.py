@@ -1,0 +1,91 @@
+"""What the event log costs: a run whose every other log interval goes without it. See events_overhead.md.
+
+    python records/events_overhead.py RECIPE RUN [--key value ...]
+
+Within one run, intervals alternate between the real log (spans, step record, flush) and one that does nothing, so both see
+the same machine, data and weights. Times cover the whole interval, the writing of the record included.
+"""
+
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import draftsmith.train
+from draftsmith.__main__ import parse_recipe
+from draftsmith.events import EventLog, StepRecord
+from draftsmith.options import TrainOptions
+
+SKIP = 2  # intervals that warm up
+
+
+class Switched(EventLog):
+    """An event log that is off in every second interval and notes how long each interval took."""
+
+    intervals: list[tuple[bool, float]] = []
+    spans = 0
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        self._on = True
+        super().__init__(*arguments, **keywords)
+        self._since = time.perf_counter()
+
+    def span(self, name: str, **attributes: Any) -> Any:
+        if not self._on:
+            return nullcontext()
+        Switched.spans += 1
+        return super().span(name, **attributes)
+
+    def step(self, record: StepRecord) -> None:
+        if self._on:
+            super().step(record)
+        now = time.perf_counter()
+        self.intervals.append((self._on, now - self._since))
+        self._on = not self._on
+        self._since = time.perf_counter()
+
+
+def main() -> None:
+    options, config = parse_recipe(TrainOptions, [sys.argv[1], "--run", *sys.argv[2:]], "overhead", "")
+    with patch.object(draftsmith.train, "EventLog", Switched):
+        draftsmith.train.train(config, Path(options.run))
+    on, off = ([1e3 * s for was_on, s in Switched.intervals[SKIP:] if was_on is which] for which in (True, False))
+    steps = config.run.log_every
+    print(f"intervals of {steps} steps: {len(on)} with the log, {len(off)} without; {Switched.spans} spans")
+    for name, values in (("with", on), ("without", off)):
+        low, median, high = (value / steps for value in statistics.quantiles(values, n=4))
+        print(f"{name:>8}: median {median:.3f} ms a step, quartiles {low:.3f} .. {high:.3f}")
+    pairs = [a / b - 1 for a, b in zip(on, off, strict=False)]
+    print(f"median of the pairs' ratios: {100 * statistics.median(pairs):+.2f} %")
+    alone(Path(options.run) / "alone")
+
+
+def alone(folder: Path, spans: int = 100_000) -> None:
+    """The log by itself: a span, its share of a flush, and a log step."""
+    log = EventLog(folder)
+    begin = time.perf_counter()
+    for unit in range(spans):
+        with log.span("step", unit=unit):
+            pass
+    middle = time.perf_counter()
+    log.flush()
+    end = time.perf_counter()
+    record = StepRecord(step=1, loss=1.0, slot_accuracy=[0.5] * 15, lr=1e-3, gradient_norm=1.0, tokens_per_second=1e4)
+    for _ in range(1000):
+        with log.span("step", unit=1):
+            pass
+        log.step(record)
+    last = time.perf_counter()
+    log.close()
+    print(
+        f"alone: a span {1e6 * (middle - begin) / spans:.2f} us, its part of a flush {1e6 * (end - middle) / spans:.2f} us, ",
+        end="",
+    )
+    print(f"a log step {1e6 * (last - end) / 1000:.0f} us")
+
+
+if __name__ == "__main__":
+    main()
