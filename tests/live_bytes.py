@@ -1,7 +1,6 @@
 """Bytes of tensors alive while a function runs, for tests that compare memory with a prediction."""
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 
@@ -11,24 +10,22 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Counts storages that operations make, until they are freed; those that existed before do not count."""
+    """Counts storages that operations make, until they are freed: those of an output that no input has."""
 
     def __init__(self) -> None:
         super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            old = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter) and not o.is_meta]
-        self._old = {o.untyped_storage().data_ptr() for o in old}
         self._alive: dict[int, int] = {}
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        old = {x.untyped_storage().data_ptr() for x in given}
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 place = storage.data_ptr()
-                if place and place not in self._alive and place not in self._old:
+                if place and place not in self._alive and place not in old:
                     self._alive[place] = storage.nbytes()
                     self.now += storage.nbytes()
                     weakref.finalize(storage, self._gone, place)

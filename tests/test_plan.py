@@ -29,8 +29,8 @@ from draftsmith.plan_memory import (
     parameter_count,
     prefill_bytes,
     saved_bytes,
+    step_bytes,
     target_size,
-    working_bytes,
 )
 from draftsmith.plan_speed import Layout, Times, layouts, predict, rank, times_by_rates, work_of
 from draftsmith.rates import CARDS, GIB, H200, KNOWN_TARGETS, card, card_of, rates_of
@@ -99,7 +99,7 @@ def test_activations_are_what_autograd_keeps_and_the_peak_is_within_a_tenth(shap
     step.accumulate()
     step.update(1e-3)
     peak = peak_of(step.accumulate)
-    assert peak == pytest.approx(predicted + working_bytes(shape, unit, shape.vocab_size, eager), rel=0.1)
+    assert peak == pytest.approx(step_bytes(shape, unit, eager, count_chunk_keys(first)), rel=0.1)
 
 
 @pytest.mark.parametrize(("shape", "unit"), SHAPES[:2], ids=["usual", "one layer"])
@@ -113,14 +113,14 @@ def test_compiled_activations_are_what_the_partitioner_keeps(shape, unit):
     assert kept == pytest.approx(saved_bytes(shape, unit, Compute("cpu", 2, "compile")), rel=0.02)
 
 
-def test_recomputed_layers_keep_less_than_the_prediction_says():
-    shape, unit = SHAPES[2]
+@pytest.mark.parametrize(("shape", "unit"), SHAPES[::2], ids=["usual", "wide head"])
+def test_recomputed_layers_need_what_is_predicted_and_less_than_kept_ones(shape, unit):
     step, first = toy_step(shape, unit, torch.float32, recompute=True)
     step.accumulate()
-    recomputed = Compute("cpu", 4, "eager", recompute=True)
-    chunks = attention_bytes(shape, recomputed, count_chunk_keys(first)) // shape.num_layers
-    predicted = saved_bytes(shape, unit, recomputed) + chunks + working_bytes(shape, unit, shape.vocab_size, recomputed)
+    recomputed, chunk_keys = Compute("cpu", 4, "eager", recompute=True), count_chunk_keys(first)
+    predicted = step_bytes(shape, unit, recomputed, chunk_keys)
     assert peak_of(step.accumulate) == pytest.approx(predicted, rel=0.1)
+    assert predicted < step_bytes(shape, unit, Compute("cpu", 4, "eager"), chunk_keys)
 
 
 def test_what_stays_is_counted_to_the_byte():

@@ -137,17 +137,10 @@ def live_bytes(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at every object also touches torch's deprecated ones
-        tensors = [o for o in gc.get_objects() if type(o) in (Tensor, torch.nn.Parameter) and o.device.type == "cpu"]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not is_fake(t)}
-    return sum(storages.values())
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Made by the compiler while it traced: has no memory."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor) or tensor.is_meta
+        warnings.simplefilter("ignore")  # looking at every object touches torch's deprecated ones
+        kinds = (Tensor, torch.nn.Parameter)  # no subclasses: those of the compiler have no memory
+        tensors = [o for o in gc.get_objects() if type(o) in kinds and o.device.type == "cpu"]
+    return sum(t.numel() * t.element_size() for t in tensors if not t._is_view())
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -160,8 +160,7 @@ def budget(
     lines += trainer_lines(shape, unit, target, compute)
     if role == "trainer":
         lines.append(Line("staging of taps", taps))
-    step = saved_bytes(shape, unit, compute) + attention_bytes(shape, compute, chunk_keys)
-    step += working_bytes(shape, unit, target.vocab_size, compute)
+    step = step_bytes(shape, unit, compute, chunk_keys)
     if role == "both":
         # One after the other in the same memory; but a captured graph keeps its memory to itself.
         prefill = prefill_bytes(shape, unit, target, compute)
@@ -197,17 +196,26 @@ def parameter_count(shape: DFlashShape) -> int:
     return len(s.taps) * s.hidden_size**2 + s.num_layers * (matrices + norms) + 2 * s.hidden_size
 
 
+def step_bytes(shape: DFlashShape, unit: UnitShape, compute: Compute, chunk_keys: int) -> int:
+    """The most that a micro-step adds: what is kept, states and their gradient, and one head chunk or one MLP's backward."""
+    chunks = attention_bytes(shape, compute, chunk_keys)
+    states = 2 * unit.anchors * (unit.block_size - 1) * shape.hidden_size * compute.item
+    logits, mlp = logits_bytes(shape.vocab_size, unit, compute), mlp_bytes(shape, unit, compute)
+    if not compute.recompute:
+        return saved_bytes(shape, unit, compute) + chunks + states + max(logits, mlp)
+    layers, one = range(shape.num_layers), unit.anchors * unit.block_size * shape.hidden_size * compute.item
+    loss = len(layers) * one + final_bytes(shape, unit, compute) + logits
+    backward = max((i + 1) * one + layer_bytes(shape, unit, compute, i) for i in layers) + chunks // len(layers) + mlp
+    return fuse_bytes(shape, unit, compute) + states + max(loss, backward)
+
+
 def saved_bytes(shape: DFlashShape, unit: UnitShape, compute: Compute) -> int:
     """What autograd keeps of one forward, attention's own copies on the CPU apart (`attention_bytes`).
 
     N block tokens, n = N without the anchors' slots in the last layer's MLP. Compiled, the partitioner keeps what a GEMM
     reads in the backward pass and recomputes the rest; eager keeps every operation's inputs, norms' in float32.
     """
-    layers = range(shape.num_layers)
-    if compute.recompute:
-        inputs = unit.anchors * unit.block_size * shape.hidden_size * (shape.num_layers - 1)
-        return compute.item * inputs + fuse_bytes(shape, unit, compute) + layer_bytes(shape, unit, compute, layers[-1])
-    inside = sum(layer_bytes(shape, unit, compute, i) for i in layers)
+    inside = sum(layer_bytes(shape, unit, compute, i) for i in range(shape.num_layers))
     return inside + fuse_bytes(shape, unit, compute) + final_bytes(shape, unit, compute)
 
 
@@ -269,14 +277,17 @@ def count_chunk_keys(unit: Unit) -> int:
     return total
 
 
-def working_bytes(shape: DFlashShape, unit: UnitShape, vocab_size: int, compute: Compute) -> int:
-    """On top of what is kept: states and their gradient, and the larger of one head chunk and one MLP's backward pass."""
-    c, S = compute.item, unit.block_size - 1
-    rows = unit.anchors * S
-    chunk = -(-unit.anchors // max(1, round(rows / CHUNK_ROWS[compute.device]))) * S
-    logits = chunk * vocab_size * (c if compute.device == "cuda" else 12 + (c if c < 4 else 0))
-    mlp = rows * (shape.hidden_size + (3 if compute.compiled else 5) * shape.intermediate_size) * c
-    return 2 * rows * shape.hidden_size * c + max(logits, mlp)
+def logits_bytes(vocab_size: int, unit: UnitShape, compute: Compute) -> int:
+    """One chunk of head rows: the kernel turns logits into their gradient in place, the CPU holds three float32 copies."""
+    S, c = unit.block_size - 1, compute.item
+    chunk = -(-unit.anchors // max(1, round(unit.anchors * S / CHUNK_ROWS[compute.device]))) * S
+    return chunk * vocab_size * (c if compute.device == "cuda" else 12 + (c if c < 4 else 0))
+
+
+def mlp_bytes(shape: DFlashShape, unit: UnitShape, compute: Compute) -> int:
+    """Gradients inside the last layer's MLP."""
+    widths = shape.hidden_size + (3 if compute.compiled else 5) * shape.intermediate_size
+    return unit.anchors * (unit.block_size - 1) * widths * compute.item
 
 
 def prefill_bytes(shape: DFlashShape, unit: UnitShape, target: TargetSize, compute: Compute) -> int:
