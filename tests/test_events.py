@@ -333,3 +333,16 @@ def test_every_field_is_described() -> None:
         table = page.partition(heading)[2].partition("\n## ")[0]
         described = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
         assert described == [field.name for field in fields(record)]
+
+
+def test_gauges_fill_a_record() -> None:
+    import torch
+
+    from draftsmith.data.shards import Manifest
+    from draftsmith.gauges import Gauges
+
+    gauges = Gauges(torch.device("cpu"), torch.float32)
+    record = StepRecord(step=1, loss=1.0, **gauges.read())
+    assert 1e-4 < record.ceiling_tflops < 100 and record.memory_bytes > 10**6
+    about = gauges.about(Manifest(1, "m", "h", 10, None, counts={"kept": 3}, histogram={"64": 3}))
+    assert about == {"device": "CPU, threads: 1", "corpus": {"counts": {"kept": 3}, "histogram": {"64": 3}}}

@@ -44,7 +44,8 @@ def test_one_run_in_full(tmp_path: Path) -> None:
     text = seen(write_run(tmp_path / "smol", total=240))
     for expected in (
         "smol  finished", "step 240 / 240 (100%)", "acceptance length", "best 4.396 at step 240", "41% of 612",
-        "updates skipped: 1", "box.trainer0", "bottleneck", "■ prefill", "■ wait_taps", "GPU utilisation", "peak 37.40 GiB",
+        "updates skipped: 1", "box.trainer0", "bottleneck", "■\u00a0prefill", "■\u00a0wait_taps", "GPU utilisation",
+        "peak 37.40 GiB",
     ):  # fmt: skip
         assert expected in text, expected
     assert all(len(line) <= 110 for line in text.splitlines())

@@ -20,6 +20,7 @@ from draftsmith.console import Console
 from draftsmith.drafters.dflash import useful_flops
 from draftsmith.errors import UserError
 from draftsmith.events import EvaluationRecord, EventLog, StepRecord
+from draftsmith.gauges import Gauges
 from draftsmith.host import Worker, run_host
 from draftsmith.job import dtype_of
 from draftsmith.loop import Interval, Loader, Plan, Waits
@@ -30,7 +31,7 @@ from draftsmith.run import EXIT_DONE, EXIT_STOPPED, provenance
 from draftsmith.step import TrainStep, learning_rate
 from draftsmith.step_modes import COMPILE_LOCK
 from draftsmith.taps import MailedTaps, OwnTaps, Taps
-from draftsmith.target import load_tables
+from draftsmith.target import Target, load_tables
 from draftsmith.unit import UNIT_LAW, Unit, UnitSequence
 from draftsmith.walk import Walk, walk_row
 
@@ -60,6 +61,10 @@ class Workshop:
     taps: Taps
     events: EventLog
     writer: checkpoint.Writer | None
+    """The first trainer's."""
+    target: Target | None
+    """A colocated trainer's."""
+    gauges: Gauges | None
     """The first trainer's."""
 
 
@@ -148,6 +153,8 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         worker.console.note(line)
     units = job.units(run.path)
     plan = job.plan(units, place, restore(worker, step))
+    gauges = Gauges(device, dtype) if place.is_first else None
+    events.plan(plan.total, gauges.about(job.corpus.manifest) if gauges else None)
     events.note(f"starts at step {plan.start} of {plan.total}")
     worker.console.note(
         f"{plan.total} steps of {plan.per_step} x {job.shape.tokens} tokens and {job.shape.anchors} blocks of "
@@ -166,7 +173,7 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         items = (item for item in cell_items(plan, cell) if item.trainer == place.index)
         taps = MailedTaps(worker.mail.as_trainer(plan.start), items, s.taps, events)
     held_out = {row: job.held_out_row(row) for row in plan.held_out()}
-    return Workshop(worker, plan, units, held_out, step, taps, events, writer)
+    return Workshop(worker, plan, units, held_out, step, taps, events, writer, gauges)
 
 
 def restore(worker: Worker, step: TrainStep) -> int:
@@ -243,6 +250,7 @@ def log(shop: Workshop, done: int, interval: Interval) -> None:
         trainers_wait_share=waits.trainers,
         targets_wait_share=waits.targets,
         bound_by=waits.bound_by,
+        **(shop.gauges.read() if shop.gauges else {}),
     )
     if shop.worker.place.is_first:
         shop.events.step(record)

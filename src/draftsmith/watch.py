@@ -182,7 +182,7 @@ def _workers(status: Status) -> tuple[Table, Text]:
         slow = "  bottleneck" if status.bottleneck and role in status.bottleneck else ""
         remark = f"last word {duration(worker.silent_seconds)} ago" if status.state == "running" else worker.state
         table.add_row(worker.worker, ShareBar(worker, styles), f"waits {worker.wait_share or 0:.0%}{slow}", remark)
-    legend = Text("  ").join(Text(f"■ {name}", style=styles[name]) for name in names)
+    legend = Text("  ").join(Text(f"■\u00a0{name}", style=styles[name]) for name in names)
     return table, legend
 
 
