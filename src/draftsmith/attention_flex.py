@@ -62,8 +62,9 @@ def _partial(seen: Tensor, full: Tensor) -> Tensor:
 
 def _table(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """Boolean [rows, columns] -> (how many a row has, their columns first), as flex_attention reads them."""
-    order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
-    return tiles.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+    tiles = tiles.int().contiguous()  # the kernels take the columns of a row to lie side by side
+    order = torch.argsort(tiles, dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32)[None, None], order.int().contiguous()[None, None]
 
 
 def visible_keys(anchors: Tensor, starts: Tensor, tokens: int, block_size: int, window: int | None) -> Tensor:

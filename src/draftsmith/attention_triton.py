@@ -40,7 +40,7 @@ def choose_tiles(device: torch.device) -> Tiles:
     """By the shared memory that a block may use: 227 KiB on H100/H200, 163 on A100, 99 on RTX 30/40 and A6000."""
     shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024
     if shared >= 200:
-        return Tiles(128, 8, 2, 64, 2, 128, 64, 8, 2)
+        return Tiles(64, 8, 4, 64, 3, 128, 64, 8, 3)
     if shared >= 160:
         return Tiles(64, 8, 2, 32, 2, 128, 32, 8, 2)
     return Tiles(32, 8, 2, 16, 1, 64, 32, 8, 1)

@@ -247,7 +247,7 @@ def watch(run: Callable[[int], None], steps: int = 20) -> dict:
         for i in range(steps):
             run(i)
         torch.cuda.set_sync_debug_mode("default")
-    syncs = sum("synchroniz" in str(w.message) for w in caught)
+    syncs = sum("called a synchronizing" in str(w.message) for w in caught)
     torch.cuda.synchronize()
     after = torch.cuda.memory_stats()["allocated_bytes.all.current"], torch.cuda.memory_reserved()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:

@@ -1,8 +1,8 @@
 """Flat float32 masters of a drafter and the AdamW update over them.
 
-The update divides by the step's denominator, clips and applies AdamW, all on the device. In eager mode the arithmetic
-is torch.optim.AdamW's own fused kernel; compiled, everything that touches a weight (gradient, moments, master, compute
-copy, zeroing of the gradient) is one pass over memory. Tests hold the two together.
+The update divides by the step's denominator, clips and applies AdamW, all on the device. The plain form is torch's own
+fused kernel; on CUDA everything that touches a weight (gradient, moments, master, compute copy, zeroing of the gradient)
+is one pass over memory (optimizer_triton.py). Tests hold the two together.
 """
 
 import torch
@@ -90,21 +90,13 @@ class AdamW:
         flat.gradient.zero_()
 
     def fused(self, coefficient: Tensor, skipped: Tensor) -> None:
-        """The same as `plain`, written so that a compiler makes one pass over memory of it. Call it compiled."""
-        flat, (beta1, beta2) = self.flat, self.optim.betas
-        keep = skipped < 1
-        self.count.add_(keep.float())
-        correction1, correction2 = 1 - beta1**self.count, 1 - beta2**self.count
+        """The same as `plain` in one pass over memory, CUDA only."""
+        from draftsmith.optimizer_triton import adamw_
+
+        flat, o = self.flat, self.optim
+        self.count.add_(1 - skipped)
         for at, decay in self._parts:
-            master, m, v, gradient = flat.masters[at], self.exp_avg[at], self.exp_avg_sq[at], flat.gradient[at]
-            g = gradient * coefficient
-            new_m = beta1 * m + (1 - beta1) * g
-            new_v = beta2 * v + (1 - beta2) * g * g
-            step = (new_m / correction1) / ((new_v / correction2).sqrt() + self.optim.eps)
-            new = torch.where(keep, master * (1 - self.lr * decay) - self.lr * step, master)
-            m.copy_(torch.where(keep, new_m, m))
-            v.copy_(torch.where(keep, new_v, v))
-            master.copy_(new)
-            if flat.compute is not flat.masters:
-                flat.compute[at].copy_(new)
-            gradient.zero_()
+            adamw_(
+                flat.masters[at], flat.compute[at], self.exp_avg[at], self.exp_avg_sq[at], flat.gradient[at],
+                self.lr, self.count, coefficient, skipped, o.betas, o.eps, decay,
+            )  # fmt: skip

@@ -40,6 +40,7 @@ class StaticUnit:
         places = RING if device.type == "cuda" else 1
         self._ring = [torch.zeros_like(self._device, device="cpu", pin_memory=places > 1) for _ in range(places)]
         self._events = [torch.cuda.Event() for _ in self._ring] if places > 1 else []
+        self._hosts = [self._views(x) for x in self._ring]
         self._turn = 0
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -52,12 +53,11 @@ class StaticUnit:
         self._turn = (self._turn + 1) % len(self._ring)
         if self._events:
             self._events[self._turn].synchronize()
-        host = self._ring[self._turn]
-        number, *fields = self._views(host)
+        number, *fields = self._hosts[self._turn]
         number.fill_(unit.number)
         for name, view in zip(FIELDS, fields, strict=True):
             view.copy_(torch.from_numpy(getattr(unit, name)))
-        self._device.copy_(host, non_blocking=True)
+        self._device.copy_(self._ring[self._turn], non_blocking=True)
         if self._events:
             self._events[self._turn].record()
 

@@ -88,7 +88,7 @@ class TrainStep:
         self._ring = PinnedRing(self.stats)
         self._dirty = False
         self._states = compiled(draft_states, self.mode)
-        self._apply = self.adamw.plain if self.mode == "eager" else compiled(_fused_update, self.mode)
+        self._apply = self.adamw.fused if device.type == "cuda" and self.mode != "eager" else self.adamw.plain
         self._micro, self._finish = self._micro_step, self._update_step
         self.prepared = self.mode == "eager"
 
@@ -191,10 +191,7 @@ class TrainStep:
         clip = (self.optim.clip / (self.norm + 1e-6)).clamp(max=1.0) if self.optim.clip > 0 else 1.0
         rest = torch.stack((self.norm, self.skipped, *self.skips, self.bad_unit.float()))
         self.stats.copy_(torch.cat((sums, rest)))
-        if self.mode == "eager":
-            self.adamw.plain(scale * clip, self.skipped)
-        else:
-            self._apply(self.adamw, scale * clip, self.skipped)
+        self._apply(scale * clip, self.skipped)
         sums.zero_()
 
     def read(self) -> StepStats:
@@ -253,10 +250,6 @@ def draft_states(
     slot = torch.arange(drafter.shape.block_size, device=unit.ids.device)
     positions = unit.positions[unit.anchors][:, None] + slot
     return drafter.drafts(anchor, mask, drafter.fuse(unit.taps), positions, unit.positions, attend, recompute)
-
-
-def _fused_update(adamw: AdamW, coefficient: Tensor, skipped: Tensor) -> None:
-    adamw.fused(coefficient, skipped)
 
 
 def learning_rate(step: int, total: int, optim: OptimConfig) -> float:

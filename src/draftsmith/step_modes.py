@@ -3,8 +3,8 @@
 | mode | micro-step (forward, loss, backward) | update |
 |---|---|---|
 | eager | as written | torch's fused AdamW |
-| compile | body compiled (dynamic=False), loss kernels as they are | compiled |
-| reduce-overhead | body compiled with Inductor's CUDA graph trees | compiled |
+| compile | body compiled (dynamic=False), loss kernels as they are | one pass over memory on CUDA |
+| reduce-overhead | body compiled with Inductor's CUDA graph trees | the same |
 | graph | the compiled micro-step in one torch.cuda.CUDAGraph, replayed for every unit | a second graph |
 
 Threads: torch.compile is not thread-safe, so every thread compiles under COMPILE_LOCK, forward and backward, before any
