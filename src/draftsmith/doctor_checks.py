@@ -44,6 +44,31 @@ class Exhibit:
             getattr(static, name).copy_(value)
 
 
+def check_graph_breaks(mode: str, breaks: int) -> Verdict:
+    """`breaks` were counted while everything was compiled; the step itself is compiled with fullgraph."""
+    name = "graph breaks"
+    if mode == "eager" and not breaks:
+        return not_checked(name, "mode eager compiles nothing")
+    return judge(
+        name,
+        not breaks,
+        f"{breaks} while setting up; the step's body is compiled as one graph or not at all",
+        "the compiler gave up in the middle of something and went on in Python",
+        "TORCH_LOGS=graph_breaks names the line",
+    )
+
+
+def uncompiled(error: RuntimeError) -> Verdict:
+    """The set-up of a worker failed in the compiler or on the device."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return failed(
+        "graph breaks",
+        f"set-up raised {type(error).__name__}",
+        lines[0] if lines else type(error).__name__,
+        'run.mode = "eager" shows whether it is the compiler; the worker\'s log has the whole message',
+    )
+
+
 def check_compilations(
     seen: list[Compilation], late: list[Compilation], units: int, mode: str, reasons: list[str]
 ) -> list[Verdict]:

@@ -109,25 +109,17 @@ def check_time(first: float, steady: float) -> Verdict:
     return passed("step time", f"first {first:.1f} s with compilation, then {steady * 1e3:.1f} ms")
 
 
-def check_links(
-    place: Place, pull: tuple[float, int] | None, reduce: tuple[float, int] | None, transport: str
-) -> list[Verdict]:
-    """(seconds, bytes) of a copy of taps from another worker's slot and of an all-reduce of the gradients."""
-    topology, verdicts = place.topology, [check_peers(place.topology)]
-    if pull is not None:
-        seconds, size = pull
-        verdicts.append(
-            passed(
-                "taps",
-                f"{size / GIB:.2f} GiB by {transport} in {seconds * 1e3:.2f} ms, {size / seconds / 1e9:.1f} GB/s",
-            )
-        )
-    if reduce is not None:
-        seconds, size = reduce
-        verdicts.append(
-            passed("all-reduce", f"{size / GIB:.2f} GiB over {place.trainers} trainers in {seconds * 1e3:.2f} ms")
-        )
-    return verdicts if topology.workers > 1 else [not_checked("links", "one worker: nothing crosses a link")]
+def check_links(place: Place, pull: tuple[float, int] | None, reduce: tuple[float, int] | None) -> list[Verdict]:
+    """(seconds, bytes) of a copy of taps from another worker's slot and of a sum of the gradients."""
+    if place.topology.workers == 1 and place.trainers == 1:
+        return [not_checked("links", "one worker: nothing crosses a link")]
+    verdicts = [check_peers(place.topology)]
+    for name, found, what in (("taps", pull, "a slot of taps"), ("all-reduce", reduce, "the gradients")):
+        if found is not None:
+            seconds, size = found
+            speed = f"{size / GIB:.3g} GiB in {seconds * 1e3:.3g} ms, {size / seconds / 1e9:.1f} GB/s"
+            verdicts.append(passed(f"link, {name}", f"{what}: {speed}"))
+    return verdicts
 
 
 def check_peers(topology: Topology) -> Verdict:

@@ -6,7 +6,6 @@ trainers and real updates (of weights that are thrown away), while it is watched
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,12 +16,14 @@ from draftsmith.doctor_checks import (
     Exhibit,
     check_addresses,
     check_compilations,
+    check_graph_breaks,
     check_host_reads,
     check_inputs,
     check_isolation,
     check_numbers,
     guarded,
     kept_state,
+    uncompiled,
 )
 from draftsmith.doctor_checks_device import (
     check_links,
@@ -39,6 +40,7 @@ from draftsmith.doctor_probe import (
     Launches,
     addresses,
     count_launches,
+    graph_breaks,
     live_bytes,
     peak_bytes,
     recompile_reasons,
@@ -49,7 +51,7 @@ from draftsmith.host import Worker
 from draftsmith.loop import Interval, Loader
 from draftsmith.prefill import target_role
 from draftsmith.rates import GIB
-from draftsmith.run import EXIT_DONE
+from draftsmith.run import EXIT_DONE, RunDirectory
 from draftsmith.step import TrainStep, learning_rate
 from draftsmith.target import Target
 from draftsmith.train import Workshop, accumulate, evaluate_held_out, save, set_up, take
@@ -79,6 +81,24 @@ class Findings:
         return [cls(f["worker"], [Verdict(**v) for v in f["verdicts"]], f["figures"]) for f in found]
 
 
+@dataclass(frozen=True)
+class Order:
+    """What `draftsmith doctor` leaves for the workers (RunDirectory.examination)."""
+
+    predicted: dict[str, int]
+    """plan's peak bytes by role: of the tensors on a GPU, of the process on the CPU."""
+    settings: dict[str, str]
+    """The compiler settings that differ from their defaults in the launcher's main thread."""
+
+    def write(self, run: RunDirectory) -> None:
+        run.logs.parent.mkdir(parents=True, exist_ok=True)
+        run.examination.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> "Order":
+        return cls(**json.loads(run.examination.read_text()))
+
+
 def steps_needed(per_step: int, trainers: int) -> int:
     """Optimizer steps until every trainer has seen UNITS different units after its warm-up."""
     return warm_up(per_step, trainers) + -(-UNITS * trainers // per_step)
@@ -89,27 +109,30 @@ def warm_up(per_step: int, trainers: int) -> int:
     return max(2, -(-2 * trainers // per_step))
 
 
-def examine_trainer(worker: Worker, predicted: int, settings: Mapping[str, str]) -> int:
-    """The role `trainer` or `both` under examination. `predicted`: plan's peak for this worker. `settings`: the main
-    thread's changed compiler settings."""
-    findings = Findings(worker.place.name)
-    begin = time.monotonic()
+def examine_trainer(worker: Worker) -> int:
+    """The role `trainer` or `both` under examination."""
+    findings, order = Findings(worker.place.name), Order.read(worker.run)
+    begin, broken = time.monotonic(), graph_breaks().total()
     with (
         CompileWatch() as watch,
         EventLog(worker.run.path, worker.place.role, worker.run.attempt, worker.place.number) as events,
     ):
-        shop = set_up(worker, events)
+        try:
+            shop = set_up(worker, events)
+        except RuntimeError as error:  # the compiler's errors are
+            findings.verdicts.append(uncompiled(error))
+            findings.write(worker.run.path)
+            raise
+        findings.verdicts.append(check_graph_breaks(shop.step.mode, graph_breaks().total() - broken))
+        findings.verdicts += check_mode(shop.step.mode, worker.place.topology.threads, order.settings)
         try:
             with Loader(shop.units.unit, shop.plan.all_units()) as loader:
-                examine(shop, loader, watch, begin, predicted, findings)
-            findings.verdicts += check_mode(shop.step.mode, worker.place.topology.threads, settings)
-            if shop.writer is not None:
-                shop.writer.finish()
-        finally:
+                examine(shop, loader, watch, begin, order.predicted[worker.place.role], findings)
             shop.taps.close()
+        finally:
+            findings.write(worker.run.path)
             if shop.writer is not None:
                 shop.writer.close()
-    findings.write(worker.run.path)
     return EXIT_DONE
 
 
@@ -121,6 +144,8 @@ def examine(
     evaluate_held_out(shop, shop.plan.total)
     shared_checks(shop, findings)
     checks_alone(shop.step, exhibits, findings)
+    if shop.target is not None:
+        findings.verdicts += target_checks(shop.target, shop.worker)
 
 
 def watched_steps(

@@ -148,8 +148,13 @@ def play(worker: Worker) -> int:
     torch.set_num_threads(intra_op_threads(config, worker.place.topology))  # of this thread
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    role = target_role if worker.place.role == "target" else trainer
+    if worker.run.examination.is_file():
+        from draftsmith.doctor_run import examine_target, examine_trainer
+
+        role = examine_target if worker.place.role == "target" else examine_trainer
     try:
-        return target_role(worker) if worker.place.role == "target" else trainer(worker)
+        return role(worker)
     finally:
         if worker.mail is not None:
             worker.mail.close()

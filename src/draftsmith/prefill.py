@@ -1,6 +1,6 @@
 """The role `target`: prefill the items of a cell that fall to this worker, in order, each into its slot."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,13 +20,18 @@ from draftsmith.unit import Unit
 FLUSH_EVERY = 50  # items between writes to the event file
 
 
-def target_role(worker: Worker) -> int:
-    """Prefill the items of this target in order, each into its slot, until the trainers need no more."""
+def target_role(worker: Worker, look: Callable[[Target], None] | None = None) -> int:
+    """Prefill the items of this target in order, each into its slot, until the trainers need no more.
+
+    `look` is shown the target before it works for others (the doctor's).
+    """
     job, place = worker.job, worker.place
     device, dtype = torch.device(place.device), dtype_of(job.config, torch.device(place.device))
     with EventLog(worker.run.path, "target", worker.run.attempt, place.number) as events:
         with COMPILE_LOCK:
             target = job.load_target(device)
+            if look is not None:
+                look(target)
         width = len(job.drafter.taps) * job.drafter.hidden_size
         transport = transport_of(worker, events)
         memory = make_slots(transport, job.config.topology.slots, job.shape.tokens, width, dtype, device)

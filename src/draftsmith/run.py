@@ -22,6 +22,8 @@ MAY_CHANGE = {
 }  # fmt: skip
 MAY_CHANGE_SECTION = "topology."  # how the workers are spread
 
+BEFORE = {"logs", "doctor.json"}  # what a launcher and the doctor leave in a directory that no run has begun in
+
 EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
 # Of worker processes: ended because another worker did, and told to end.
 EXIT_PEER, EXIT_TERMINATED = 4, 143
@@ -37,6 +39,11 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs" / f"attempt_{self.attempt}"
+
+    @property
+    def examination(self) -> Path:
+        """Where this file is, workers are examined by `draftsmith doctor` instead of training."""
+        return self.path / "logs" / "examination.json"
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ def check_run(path: Path, config: Config, resume: bool) -> int:
             raise UserError(f"{path}: there is no run to resume here (no config.json)")
         old = json.loads(written.read_text())
         _compare(flatten(old["recipe"]), flatten(config.to_dict()), written)
-    elif path.exists() and any(p.name != "logs" for p in path.iterdir()):  # a launcher may have made logs/ already
+    elif path.exists() and any(p.name not in BEFORE for p in path.iterdir()):
         raise UserError(
             f"{path}: already holds a run; go on with --resume, name another with --run, or delete it yourself"
         )

@@ -32,6 +32,9 @@ class Taps(Protocol):
     def targets_waited(self) -> float | None:
         """Seconds since the last call that the cell's targets waited for free slots, mean over them; None if colocated."""
 
+    def slot(self) -> Tensor | None:
+        """A slot of another worker's, as this one reads it; None where there is none."""
+
     def close(self) -> None:
         """Nothing more is needed."""
 
@@ -56,6 +59,9 @@ class OwnTaps:
         return 0.0
 
     def targets_waited(self) -> float | None:
+        return None
+
+    def slot(self) -> None:
         return None
 
     def close(self) -> None:
@@ -118,6 +124,9 @@ class MailedTaps:
         total = sum(self._end.targets_waited) / len(self._end.targets_waited)
         since, self._targets_waited = total - self._targets_waited, total
         return since
+
+    def slot(self) -> Tensor:
+        return self._end.slots[0][0]
 
     def close(self) -> None:
         self._end.bye()

@@ -173,7 +173,7 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         items = (item for item in cell_items(plan, cell) if item.trainer == place.index)
         taps = MailedTaps(worker.mail.as_trainer(plan.start), items, s.taps, events)
     held_out = {row: job.held_out_row(row) for row in plan.held_out()}
-    return Workshop(worker, plan, units, held_out, step, taps, events, writer, gauges)
+    return Workshop(worker, plan, units, held_out, step, taps, events, writer, target, gauges)
 
 
 def restore(worker: Worker, step: TrainStep) -> int:
