@@ -25,6 +25,7 @@ WAIT, WAIT_DARK = "#d9a441", "#c79236"
 PALETTE = dict(
     zip((*SERIES, INK, GRID, FAINT, WAIT), (*SERIES_DARK, INK_DARK, GRID_DARK, FAINT_DARK, WAIT_DARK), strict=True)
 )
+HATCHES = ("/", "x", "-", ".", "|", "+")
 BARS = 1500  # of a timeline; it is cut there
 POINTS = 600  # of a line; longer courses are means over equal parts
 SPAN_ORDER = ("step", "prefill", "pull", "all_reduce", "update", "evaluate", "checkpoint", "compile")
@@ -134,7 +135,7 @@ def worker_shares(key: str, sessions: Sequence[Session]) -> Figure | None:
         shares = [100 * totals[w][1].get(name, 0.0) / totals[w][0] for w in workers]
         plot.add_bar(
             y=workers, x=_plain(shares), name=name, orientation="h",
-            marker={"color": span_color(name, names), "pattern": _pattern(name), "line": {"width": 0}},
+            marker={"color": span_color(name, names), "pattern": _pattern(name, names), "line": {"width": 0}},
             hovertemplate=f"{name}: %{{x:.1f}}%",
         )  # fmt: skip
     plot.update_layout(barmode="stack", bargap=0.35, height=110 + 34 * len(workers), hovermode="closest")
@@ -179,7 +180,7 @@ def timeline(key: str, sessions: Sequence[Session], seconds: float) -> Figure | 
             y=[bar.worker for bar in own], base=_plain([1e3 * (bar.start - begin) for bar in own]),
             x=_plain([1e3 * bar.seconds for bar in own]), name=name, orientation="h",
             customdata=[bar.what for bar in own], legendrank=names.index(name),
-            marker={"color": span_color(name, names), "line": {"width": 0}, "pattern": _pattern(name)},
+            marker={"color": span_color(name, names), "line": {"width": 0}, "pattern": _pattern(name, names)},
             hovertemplate=f"{name} %{{customdata}}<br>%{{x:,.4~g}} ms<extra></extra>",
         )  # fmt: skip
     workers = sorted({s.worker for s in having}, reverse=True)
@@ -298,9 +299,10 @@ def _line_rows(courses: Sequence[Line]) -> tuple[tuple[str, ...], ...]:
     return tuple(rows)
 
 
-def _pattern(name: str) -> dict[str, Any]:
-    """Hatching for waiting, so that it does not hang on colour."""
-    return {"shape": "/" if name.startswith(WAIT_PREFIX) else "", "size": 5, "solidity": 0.3}
+def _pattern(name: str, names: Sequence[str]) -> dict[str, Any]:
+    """Hatching for waiting, another one for each thing waited for, so that nothing hangs on colour alone."""
+    waits = [n for n in names if n.startswith(WAIT_PREFIX)]
+    return {"shape": HATCHES[waits.index(name) % len(HATCHES)] if name in waits else "", "size": 6, "solidity": 0.3}
 
 
 def _plain(values: Sequence[float] | np.ndarray) -> list[float]:
