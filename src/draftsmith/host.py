@@ -6,12 +6,12 @@ A role is a plain function of a Worker: train.trainer, prefill.target_role.
 import os
 import platform
 import socket
-import sys
 import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TextIO
 
 import torch
@@ -187,14 +187,16 @@ class Threads:
         return max(self._codes.values())
 
     def _one(self, worker: Worker) -> None:
-        failed = True
-        try:
+        with ExitStack() as stack:
+            stack.push(self._keep)
             self._codes[worker.place.name] = play(worker)
-            failed = False
-        finally:
-            if failed:
-                self._errors.append(sys.exception() or RuntimeError(f"{worker.place.name} failed"))
-                self._team.abort()
+
+    def _keep(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> bool:
+        """A thread's error is raised in the caller's thread instead of being printed in its own."""
+        if error is not None:
+            self._errors.append(error)
+            self._team.abort()
+        return True
 
 
 def thread_mails(places: list[Place], attempt: int, patience: Patience) -> list[Mail]:
