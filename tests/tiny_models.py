@@ -179,4 +179,5 @@ def write_checkpoint(run: Path, drafter: DFlash, target: Path, step: int = 3, **
         "format": 1, "step": step, "optimizer_step": float(step), "drafter": drafter.shape.to_dict(), "recipe": recipe,
         "provenance": {"argv": ["train"]}, **state,
     }  # fmt: skip
+    run.mkdir(parents=True, exist_ok=True)
     return checkpoint.write(run, step, {"model.safetensors": tensors}, json.loads(json.dumps(state)))

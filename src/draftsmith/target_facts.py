@@ -127,10 +127,10 @@ def gguf_file(directory: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _first(config: Any, *names: str) -> Any:
+def _first(hf_config: Any, *names: str) -> Any:
     """The first of these fields that a Hugging Face config has and that is not None; families spell them differently."""
     for name in names:
-        value = getattr(config, name, None)
+        value = getattr(hf_config, name, None)
         if value is not None:
             return value
     return None
