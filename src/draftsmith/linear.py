@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.fused import swiglu, swiglu_backward
+
 
 class Linear(nn.Linear):
     """No bias. With `gradient` set ([out, in] float32), backward adds to it and autograd sees no weight gradient."""
@@ -37,6 +39,34 @@ class _AccumulatingLinear(torch.autograd.Function):
         add_weight_gradient(ctx.gradient, grad_out, x, ctx.first_row)
         grad_x = grad_out @ weight[ctx.first_row :] if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None
+
+
+class GatedLinear(Linear):
+    """SwiGLU and the projection after it: silu(gate) * up, times the weight. Training saves gate and up alone."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """gate_up [..., 2 * in], gate then up -> [..., out]."""
+        if self.gradient is None or not torch.is_grad_enabled() or not gate_up.is_cuda:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return super().forward(F.silu(gate) * up)
+        return _GatedLinear.apply(gate_up, self.weight, self.gradient)
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, weight, gradient):
+        ctx.save_for_backward(gate_up, weight)
+        ctx.gradient = gradient
+        h = swiglu(gate_up.flatten(0, -2))
+        return F.linear(h, weight).unflatten(0, gate_up.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        gate_up, weight = ctx.saved_tensors
+        grad_out = grad_out.flatten(0, -2)
+        grad, h = swiglu_backward(grad_out @ weight, gate_up.flatten(0, -2))
+        add_weight_gradient(ctx.gradient, grad_out, h, 0)
+        return grad.view(gate_up.shape), None, None
 
 
 @torch.library.custom_op("draftsmith::add_weight_gradient", mutates_args=("gradient",))

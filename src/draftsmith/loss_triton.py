@@ -84,7 +84,7 @@ def _cross_entropy(
 
 
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, scale: float, softcap: float, gradient: bool, rows: int = 256, warps: int = 8
+    logits: Tensor, labels: Tensor, scale: float, softcap: float, gradient: bool, rows: int = 64, warps: int = 4
 ) -> tuple[Tensor, Tensor]:
     """logits [R, V], labels [R] int64 -> (cross-entropy [R] float32, label is the most likely token [R] bool).
 

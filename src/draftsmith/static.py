@@ -40,7 +40,7 @@ class StaticUnit:
         places = RING if device.type == "cuda" else 1
         self._ring = [torch.zeros_like(self._device, device="cpu", pin_memory=places > 1) for _ in range(places)]
         self._events = [torch.cuda.Event() for _ in self._ring] if places > 1 else []
-        self._hosts = [self._views(x) for x in self._ring]
+        self._hosts = [[x.numpy() for x in self._views(place)] for place in self._ring]
         self._turn = 0
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -54,9 +54,9 @@ class StaticUnit:
         if self._events:
             self._events[self._turn].synchronize()
         number, *fields = self._hosts[self._turn]
-        number.fill_(unit.number)
+        number[...] = unit.number
         for name, view in zip(FIELDS, fields, strict=True):
-            view.copy_(torch.from_numpy(getattr(unit, name)))
+            np.copyto(view, getattr(unit, name))  # numpy: torch would wake its thread pool for each of them
         self._device.copy_(self._ring[self._turn], non_blocking=True)
         if self._events:
             self._events[self._turn].record()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.linear import Linear
+from draftsmith.fused import fits, norm_rotate
+from draftsmith.linear import GatedLinear, Linear
 
 
 @dataclass(frozen=True)
@@ -154,13 +155,21 @@ class DFlashLayer(nn.Module):
         self.o_proj = Linear(self.q_size, s.hidden_size)
         self.post_attention_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
         self.gate_up_proj = Linear(s.hidden_size, 2 * s.intermediate_size)
-        self.down_proj = Linear(s.intermediate_size, s.hidden_size)
+        self.down_proj = GatedLinear(s.intermediate_size, s.hidden_size)
 
     def context_kv(self, f: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Context features f [..., H] -> rotated keys and values [..., g, d]. f is NOT passed through input_layernorm."""
-        kv = self.qkv_proj(f, first_row=self.q_size)
-        k, v = kv.unflatten(-1, (2 * self.kv_heads, self.head_dim)).chunk(2, dim=-2)
-        return rotate(self.k_norm(k), *rope), v
+        kv = self.qkv_proj(f, first_row=self.q_size).unflatten(-1, (2 * self.kv_heads, self.head_dim))
+        return self.norm_and_rotate(kv, 0, rope)[1:]
+
+    def norm_and_rotate(self, x: Tensor, queries: int, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., queries + 2g, d] -> (q, k, v): norms and rotation of q and k."""
+        if x.ndim == 3 and fits(x, self.head_dim):
+            cos, sin = (t.flatten(1) for t in rope)
+            eps = self.q_norm.eps
+            return norm_rotate(x, self.q_norm.weight, self.k_norm.weight, cos, sin, queries, self.kv_heads, eps)
+        q, k, v = x.split((queries, self.kv_heads, self.kv_heads), dim=-2)
+        return rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope), v
 
     def project(self, x: Tensor) -> Tensor:
         """Block stream x [..., H] -> [..., h + 2g, d]: queries, keys and values before their norms."""
@@ -168,16 +177,14 @@ class DFlashLayer(nn.Module):
 
     def attention(self, qkv: Tensor, f: Tensor, rope_x: tuple, rope_f: tuple, attend: Attend) -> Tensor:
         """qkv [..., h + 2g, d] of `project`, f [..., H] -> attention's output [..., h*d]."""
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        q, k = rotate(self.q_norm(q), *rope_x), rotate(self.k_norm(k), *rope_x)
+        q, k, v = self.norm_and_rotate(qkv, self.heads, rope_x)
         context_k, context_v = self.context_kv(f, rope_f)
         return attend(self.index, q, k, v, context_k, context_v).flatten(-2)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Everything after attention: x [..., H], attended [..., h*d] -> the new block stream [..., H]."""
         x = x + self.o_proj(attended)
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)
+        return x + self.down_proj(self.gate_up_proj(self.post_attention_layernorm(x)))
 
     def forward(self, x: Tensor, f: Tensor, rope_x: tuple, rope_f: tuple, attend: Attend) -> Tensor:
         """x [..., H] block stream, f [..., H] context features -> the new block stream."""
