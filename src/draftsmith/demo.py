@@ -37,13 +37,13 @@ class Sizes:
     """Prompts of each public set."""
     reply_tokens: int = 64
     """Replies, in training and in evaluation, are cut here: later the small model repeats itself, which is easy to draft."""
-    tokens: int = 1024
+    tokens: int = 512
     """T of the recipe."""
-    anchors: int = 128
+    anchors: int = 96
     """A of the recipe."""
 
 
-FULL = Sizes(prompts=1280, steps=400, held_out=32, public=8)
+FULL = Sizes(prompts=1280, steps=300, held_out=32, public=8)
 QUICK = Sizes(prompts=128, steps=30, held_out=8, public=2)
 
 
@@ -90,10 +90,14 @@ class Job:
 
     def config(self) -> Config:
         """The recipe with the demo's sizes, which `draftsmith train` takes as flags."""
+        from draftsmith.generate import native_bfloat16
+
         config, sizes = load(self.recipe), self.sizes
+        dtype = "bfloat16" if native_bfloat16() else "float32"  # 1.5 times as fast where the CPU multiplies it
         quarter = max(1, sizes.steps // 4)
         return replace(
             config,
+            target=replace(config.target, dtype=dtype),
             unit=replace(config.unit, tokens=sizes.tokens, anchors=sizes.anchors),
             optim=replace(config.optim, steps=sizes.steps),
             run=replace(config.run, evaluate_every=quarter, evaluate_units=1, save_every=quarter),

@@ -105,7 +105,7 @@ class Generator:
         from transformers import AutoModelForCausalLM
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        fast = torch.bfloat16 if device.type == "cuda" or _native_bfloat16() else torch.float32
+        fast = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else torch.float32
         chosen = {"auto": fast, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=chosen).to(device).eval()
         stop = model.generation_config.eos_token_id
@@ -220,6 +220,6 @@ def _key(prompt: Sequence[int]) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def _native_bfloat16() -> bool:
+def native_bfloat16() -> bool:
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
