@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class TrainOptions:
     TAKES_RECIPE: ClassVar[bool] = True
     recipe: Positional[Path]
     """TOML recipe (`draftsmith init` writes one)."""
-    run: Path | None = None
-    """Run directory; default runs/NAME-OF-RECIPE."""
+    run: Annotated[Path | None, arg(aliases=["--run-directory"])] = None
+    """Run directory; default runs/NAME-OF-RECIPE. (torchrun takes --run for an option of its own.)"""
     resume: bool = False
     """Go on from the newest complete checkpoint in the run directory."""
     detach: bool = False

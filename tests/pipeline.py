@@ -1,0 +1,114 @@
+"""A tiny target, its corpus and recipes for tests of the pipeline, and what they ask of a run's files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from draftsmith import config
+from draftsmith.data.options import PrepareOptions
+from draftsmith.data.prepare import prepare
+from draftsmith.init import write_recipe
+from draftsmith.options import InitOptions
+from draftsmith.run import start_time, write_json
+from toy import toy_conversations, toy_target
+
+
+def make_place(place: Path) -> Path:
+    """target/, corpus/ and recipe.toml in `place`."""
+    toy_target(place / "target", hidden=32, layers=6)
+    toy_conversations(place / "chat.jsonl")
+    prepare(
+        PrepareOptions(
+            sources=(str(place / "chat.jsonl"),), model=str(place / "target"), out=place / "corpus", held_out=0.1
+        )
+    )
+    write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
+    return place
+
+
+def recipe(place: Path, targets: int = 0, trainers: int = 1, workers: str = "threads", steps: int = 6, **run):
+    """3 units a step (uneven over 2 trainers), held-out rows after every third step, a log line for every step."""
+    c = config.load(place / "recipe.toml")
+    settings = {"threads": 1, "log_every": 1, "evaluate_every": 3, "evaluate_units": 3, "save_every": 10**6} | run
+    return replace(
+        c,
+        unit=replace(c.unit, tokens=256, anchors=16, per_step=3),
+        optim=replace(c.optim, steps=steps),
+        drafter=replace(c.drafter, layers=1),
+        run=replace(c.run, **settings),
+        topology=replace(c.topology, targets=targets, trainers=trainers, workers=workers, first_patience=120.0),
+    )
+
+
+def command(place: Path, run: Path, c: config.Config, *extra: str) -> list[str]:
+    """`draftsmith train` for a recipe that is written beside the run directory."""
+    written = place / f"{run.name}.json"
+    write_json(written, {"recipe": c.to_dict()})
+    return [sys.executable, "-m", "draftsmith", "train", str(written), "--run", str(run), *extra]
+
+
+def start(argv: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ})
+
+
+def read_until(process: subprocess.Popen, beginning: str) -> str:
+    """Lines of standard error up to the first that begins so."""
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if line.startswith(beginning):
+            return seen
+    raise AssertionError(f"ended with {process.wait()} before {beginning!r}:\n{seen}")
+
+
+def records(run: Path, kind: str) -> list[dict]:
+    """Event records of a kind, from all workers' files."""
+    rows = [json.loads(line) for path in sorted(run.glob("events/*.jsonl")) for line in path.read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Step -> loss; steps that a later attempt did again must have the same one."""
+    found: dict[int, float] = {}
+    for row in records(run, "step"):
+        assert found.setdefault(row["step"], row["loss"]) == row["loss"], f"step {row['step']} differs between attempts"
+    return found
+
+
+def acceptance(run: Path) -> dict[int, float]:
+    return {row["step"]: row["acceptance_length"] for row in records(run, "evaluation")}
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step_{step}" / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def pids(run: Path, attempt: int = 0) -> dict[str, int]:
+    """Worker -> process id of one attempt."""
+    return {f"{r['role']}{r['index']}": r["pid"] for r in records(run, "open") if r["attempt"] == attempt}
+
+
+def ended(numbers: list[int], seconds: float = 5.0) -> bool:
+    """All of these processes end within the time."""
+    limit = time.monotonic() + seconds
+    while any(start_time(pid) is not None for pid in numbers):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
