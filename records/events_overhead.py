@@ -3,7 +3,8 @@
     python records/events_overhead.py RECIPE RUN [--key value ...]
 
 Within one run, intervals alternate between the real log (spans, step record, flush) and one that does nothing, so both see
-the same machine, data and weights. Times cover the whole interval, the writing of the record included.
+the same machine, data and weights. Times cover the whole interval, the writing of the record included. Processor time of
+the training thread (with run.threads = 1 the whole step) is measured beside the wall clock, which other programs disturb.
 """
 
 import statistics
@@ -25,13 +26,16 @@ SKIP = 2  # intervals that warm up
 class Switched(EventLog):
     """An event log that is off in every second interval and notes how long each interval took."""
 
-    intervals: list[tuple[bool, float]] = []
+    intervals: list[tuple[bool, float, float]] = []
     spans = 0
 
     def __init__(self, *arguments: Any, **keywords: Any):
         self._on = True
         super().__init__(*arguments, **keywords)
-        self._since = time.perf_counter()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._wall, self._processor = time.perf_counter(), time.thread_time()
 
     def span(self, name: str, **attributes: Any) -> Any:
         if not self._on:
@@ -42,25 +46,32 @@ class Switched(EventLog):
     def step(self, record: StepRecord) -> None:
         if self._on:
             super().step(record)
-        now = time.perf_counter()
-        self.intervals.append((self._on, now - self._since))
+        self.intervals.append((self._on, time.perf_counter() - self._wall, time.thread_time() - self._processor))
         self._on = not self._on
-        self._since = time.perf_counter()
+        self._begin()
 
 
 def main() -> None:
     options, config = parse_recipe(TrainOptions, [sys.argv[1], "--run", *sys.argv[2:]], "overhead", "")
     with patch.object(draftsmith.train, "EventLog", Switched):
         draftsmith.train.train(config, Path(options.run))
-    on, off = ([1e3 * s for was_on, s in Switched.intervals[SKIP:] if was_on is which] for which in (True, False))
-    steps = config.run.log_every
-    print(f"intervals of {steps} steps: {len(on)} with the log, {len(off)} without; {Switched.spans} spans")
-    for name, values in (("with", on), ("without", off)):
-        low, median, high = (value / steps for value in statistics.quantiles(values, n=4))
-        print(f"{name:>8}: median {median:.3f} ms a step, quartiles {low:.3f} .. {high:.3f}")
-    pairs = [a / b - 1 for a, b in zip(on, off, strict=False)]
-    print(f"median of the pairs' ratios: {100 * statistics.median(pairs):+.2f} %")
+    print(f"{len(Switched.intervals)} intervals of {config.run.log_every} steps; {Switched.spans} spans")
+    for clock, place in (("wall clock", 1), ("processor", 2)):
+        compare(clock, [(one[0], one[place] / config.run.log_every) for one in Switched.intervals[SKIP:]])
     alone(Path(options.run) / "alone")
+
+
+def compare(clock: str, intervals: list[tuple[bool, float]]) -> None:
+    """Milliseconds a step with and without the log, and the ratio of neighbours."""
+    on, off = ([1e3 * seconds for was_on, seconds in intervals if was_on is which] for which in (True, False))
+    for name, values in (("with", on), ("without", off)):
+        low, median, high = statistics.quantiles(values, n=4)
+        print(f"{clock}, {name:>7}: median {median:.3f} ms a step, quartiles {low:.3f} .. {high:.3f}")
+    ratios = [a / b - 1 for a, b in zip(on, off, strict=False)]
+    error = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5
+    print(
+        f"{clock}: median ratio of neighbours {100 * statistics.median(ratios):+.2f} % (standard error {100 * error:.2f} %)"
+    )
 
 
 def alone(folder: Path, spans: int = 100_000) -> None:
