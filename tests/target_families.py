@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gemma3": ("Gemma3TextConfig", dict(sliding_window=5, sliding_window_pattern=3, query_pre_attn_scalar=12), True),
     "mistral": ("MistralConfig", dict(sliding_window=5), True),
     "phi3": ("Phi3Config", dict(sliding_window=7), True),
-    "gpt_oss": ("GptOssConfig", dict(sliding_window=5, num_local_experts=4, num_experts_per_tok=2), True),
+    "gpt_oss": ("GptOssConfig", dict(sliding_window=5, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2), True),
     "deepseek_v3": ("DeepseekV3Config", MLA, True),
     "glm4": ("Glm4Config", dict(partial_rotary_factor=0.5), True),
     "olmo2": ("Olmo2Config", {}, True),

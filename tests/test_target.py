@@ -255,6 +255,43 @@ def test_text_towers_under_every_spelling(tmp_path, prefix):
     assert load_tables(tmp_path, torch.float32, CPU).embedding.shape == (VOCAB, HIDDEN)
 
 
+def test_mxfp4_experts_go_through_transformers_own_quantizer(tmp_path):
+    """GPT-OSS as it is published: experts in 4-bit blocks with shared exponents."""
+    from transformers import GptOssForCausalLM, Mxfp4Config
+
+    save_family("gpt_oss", tmp_path, torch.bfloat16)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(0)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape  # [E, in, out]; blocks hold [E, out, in / 32, 16 bytes]
+        groups = -(-rows // 32)
+        tensors[f"{name}_blocks"] = torch.randint(
+            0, 256, (experts, columns, groups, 16), dtype=torch.uint8, generator=generator
+        )
+        tensors[f"{name}_scales"] = torch.full((experts, columns, groups), 125, dtype=torch.uint8)
+    save_file(tensors, path)
+    edit(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
+    model = GptOssForCausalLM.from_pretrained(
+        tmp_path, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        hidden = model(input_ids=torch.arange(3, 33)[None], output_hidden_states=True).hidden_states
+    target = load(tmp_path)
+    got = states(target)
+    assert float((got - torch.cat([hidden[2][0], hidden[4][0]], -1)).abs().max()) < 1e-4
+    assert "quantised" in target.report()[0]
+
+
+def test_a_broken_gguf_file_is_named(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match="model.gguf: transformers cannot read"):
+        load(tmp_path)
+    (tmp_path / "two.gguf").touch()
+    with pytest.raises(UserError, match="2 GGUF files"):
+        describe(tmp_path)
+
+
 def test_bfloat16_is_proved_with_its_own_tolerance(tmp_path):
     save_family("gpt_oss", tmp_path, torch.bfloat16)
     target = Target.load(tmp_path, (1, 3), torch.bfloat16, CPU)

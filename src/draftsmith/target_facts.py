@@ -1,6 +1,7 @@
 """What a target's config.json says, in one spelling for every family. Reads no weights."""
 
 import json
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,10 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
     if not path.is_file():
         raise UserError(f"{path}: missing; a target is a directory with config.json and safetensors, or one GGUF file")
     if gguf:
-        return AutoConfig.from_pretrained(directory, gguf_file=gguf.name)
+        try:
+            return AutoConfig.from_pretrained(directory, gguf_file=gguf.name)
+        except (ValueError, LookupError, OSError, ImportError, NotImplementedError, struct.error) as error:
+            raise UserError(f"{gguf}: transformers cannot read this GGUF file: {first_line(error)}") from None
     try:
         raw = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

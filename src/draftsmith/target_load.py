@@ -6,6 +6,7 @@ names) still applies. Quantised and GGUF checkpoints go through transformers' qu
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,11 @@ def load_decoder(
     text = config.get_text_config(decoder=True)
     family = _decoder_class(directory, config, text, trust_remote_code)
     options: dict[str, Any] = dict(
-        config=text, dtype=dtype, attn_implementation=attention, output_loading_info=True, ignore_mismatched_sizes=True
+        config=_without_native_kernels(text),
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
     place: Path | None = directory
     if gguf := gguf_file(directory):
@@ -53,6 +58,16 @@ def load_decoder(
         raise UserError(f"{directory}: transformers cannot load it: {first_line(error)}") from None
     _check(info, shards, prefix if not gguf else "", directory)
     return model.eval().requires_grad_(False)
+
+
+def _without_native_kernels(text: Any) -> Any:
+    """MXFP4 weights are turned into the compute dtype where accelerate, which transformers' MXFP4 kernels need, is absent."""
+    stored = text.to_dict().get("quantization_config") or {}
+    if stored.get("quant_method") != "mxfp4" or find_spec("accelerate"):
+        return text
+    text = copy.deepcopy(text)
+    text.quantization_config = {**stored, "dequantize": True}
+    return text
 
 
 def is_quantized(config: Any) -> bool:

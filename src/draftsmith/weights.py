@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.loss import Head
 from draftsmith.step import Tables
-from draftsmith.target_facts import is_tied, read_config
+from draftsmith.target_facts import gguf_file, is_tied, read_config
 
 PIECE = 1 << 20  # bytes read at a time; a multiple of every itemsize
 INDEX = "model.safetensors.index.json"
@@ -149,12 +150,11 @@ def load_tables(
     text = config.get_text_config(decoder=True)
     size = (text.vocab_size, text.hidden_size)
     scale, logit_scale, softcap = table_scales(text)
-    shards = Shards.open(directory)
-    embedding, head = (_table(shards, leaves, size, dtype) for leaves in (EMBEDDING_LEAVES, HEAD_LEAVES))
+    embedding, head = _stored_tables(directory, size, dtype)
     if embedding is None and head is None:
         raise UserError(f"{directory}: no tensor of the embedding (looked for {', '.join(EMBEDDING_LEAVES)})")
     if embedding is None or head is None:
-        if not is_tied(config):
+        if not (is_tied(config) or gguf_file(directory)):
             what = "embedding" if embedding is None else "output head"
             raise UserError(f"{directory}: no tensor of the {what}, and config.json does not tie it to the other table")
         embedding = head = embedding if head is None else head
@@ -164,6 +164,29 @@ def load_tables(
     embedding = embedding.to(device)
     head = embedding if same else head.to(device)
     return Tables(embedding, scale, Head(head, logit_scale, softcap))
+
+
+def _stored_tables(directory: Path, size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """(embedding, head) on the CPU, None for one that is not stored."""
+    if gguf := gguf_file(directory):
+        return _gguf_table(gguf, "token_embd.weight", size, dtype), _gguf_table(gguf, "output.weight", size, dtype)
+    shards = Shards.open(directory)
+    return _table(shards, EMBEDDING_LEAVES, size, dtype), _table(shards, HEAD_LEAVES, size, dtype)
+
+
+def _gguf_table(path: Path, name: str, size: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+    """One [V, H] matrix of a GGUF file, dequantised."""
+    if not find_spec("gguf"):
+        raise UserError(f"{path}: needs the package gguf; install it, or name a directory with safetensors")
+    import gguf
+
+    found = next((t for t in gguf.GGUFReader(path).tensors if t.name == name), None)
+    if found is None:
+        return None
+    table = torch.from_numpy(gguf.dequantize(found.data, found.tensor_type))
+    if tuple(table.shape) != size:
+        raise UserError(f"{path}: {name} is {list(table.shape)}, its header says {list(size)}")
+    return table.to(dtype)
 
 
 def _table(shards: Shards, leaves: tuple[str, ...], size: tuple[int, int], dtype: torch.dtype) -> Tensor | None:

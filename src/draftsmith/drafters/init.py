@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draftsmith.drafters.dflash import DFlash, DFlashShape, from_zlab, to_zlab
 from draftsmith.errors import UserError
-from draftsmith.target_facts import read_config, target_rope
+from draftsmith.target_facts import gguf_file, read_config, target_rope
 from draftsmith.weights import last_layers
 
 OTHERWISE = 'set drafter.init = "random"'
@@ -19,6 +19,8 @@ def init_from_target(drafter: DFlash, directory: Path) -> None:
     hidden_norm stays 1. UserError says what of the target has no place in a draft layer.
     """
     shape = drafter.shape
+    if gguf := gguf_file(directory):
+        raise UserError(f"{gguf}: GGUF layers cannot start a draft layer; {OTHERWISE}")
     text = read_config(directory).get_text_config(decoder=True)
     rope = target_rope(text)
     partial = rope.get("partial_rotary_factor", 1.0)
