@@ -26,6 +26,8 @@ COMMANDS = {
     "plan": Command("predict memory, time and the best topology", "options:PlanOptions", "plan:main"),
     "doctor": Command("prove a recipe in its topology before it is paid for", "options:DoctorOptions", "doctor:main"),
     "train": Command("train a recipe", "options:TrainOptions", "train:main"),
+    "bench step": Command("speed of the training step, with its ceilings", "bench:BenchStepOptions", "bench:main"),
+    "bench target": Command("speed of the prefill, with its ceilings", "bench_target:BenchTargetOptions", "bench_target:main"),
     "stop": Command("ask a run to checkpoint and end", "options:StopOptions", "launch:stop"),
     "evaluate": Command("draft-and-verify decoding: acceptance length", "options:EvaluateOptions", "evaluate:main"),
     "export": Command("write a layout that servers load", "options:ExportOptions", "export:main"),
@@ -48,6 +50,8 @@ def main(argv: list[str] | None = None) -> None:
 
         print(f"draftsmith {version('draftsmith')}")
         sys.exit(0)
+    if argv[0] == "bench":
+        argv = [" ".join(argv[:2]), *argv[2:]]
     if argv[0] not in COMMANDS:
         import difflib
 
