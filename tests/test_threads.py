@@ -1,0 +1,106 @@
+"""Compiled steps on the CPU: equal to eager ones, shared between instances, and right in two threads at once."""
+
+import threading
+
+import pytest
+import torch
+from toy import random_corpus
+
+from draftsmith import step_modes
+from draftsmith.config import LossConfig, OptimConfig
+from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
+from draftsmith.errors import UserError
+from draftsmith.loss import Head
+from draftsmith.step import Tables, TrainStep
+from draftsmith.unit import UnitSequence, UnitShape
+
+UNIT = UnitShape(96, 12, 4, 0.5)
+
+
+def make_step(mode: str, seed: int = 0) -> TrainStep:
+    shape = DFlashShape(
+        hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8, num_layers=1, vocab_size=50,
+        block_size=4, mask_token=49, taps=(1,), num_target_layers=6, rms_norm_eps=1e-6,
+        rope={"rope_type": "default", "rope_theta": 1e4}, max_positions=512, windows=(None,),
+    )  # fmt: skip
+    drafter = DFlash(shape)
+    init_random(drafter, seed, std=0.1)
+    generator = torch.Generator().manual_seed(1)
+    tables = Tables(torch.randn(50, 16, generator=generator), 1.0, Head(torch.randn(50, 16, generator=generator)))
+    optim = OptimConfig(weight_decay=0.1)
+    return TrainStep(drafter, tables, UNIT, LossConfig(), optim, torch.float32, torch.device("cpu"), mode=mode)
+
+
+def losses(step: TrainStep, count: int = 4) -> list[float]:
+    units = UnitSequence(random_corpus([30, 50, 20, 40, 44, 61], vocab=49), UNIT, seed=3)
+    out = []
+    for i in range(count):
+        for u in (2 * i, 2 * i + 1):
+            step.static.load(units.unit(u))
+            step.static.taps.normal_(generator=torch.Generator().manual_seed(u))
+            step.accumulate()
+        step.update(1e-2)
+        out.append(step.read().loss)
+    return out
+
+
+@pytest.mark.long
+def test_two_threads_that_compile_and_train_at_once_give_one_threads_losses():
+    expected = {seed: losses(make_step("eager", seed)) for seed in (0, 1)}
+    for _ in range(4):
+        results: dict[int, list[float]] = {}
+        ready = threading.Barrier(2)
+
+        def work(seed: int, results=results, ready=ready) -> None:
+            step = make_step("compile", seed)
+            ready.wait(60)
+            step.prepare()
+            ready.wait(200)
+            results[seed] = losses(step)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for seed in (0, 1):
+            assert results[seed] == pytest.approx(expected[seed], rel=1e-4)
+        torch._dynamo.reset()  # the next round compiles afresh
+
+
+@pytest.mark.long
+def test_preparing_changes_nothing_and_nothing_recompiles_afterwards():
+    step = make_step("compile")
+    masters = step.flat.masters.clone()
+    step.prepare()
+    assert torch.equal(step.flat.masters, masters) and not step.flat.reduced.any() and not step.skips.any()
+    step_modes.forbid_recompiles()
+    try:
+        losses(step, 2)
+        losses(make_step("compile", 5), 1)  # another drafter of the same shape takes the same code
+    finally:
+        torch.compiler.set_stance("default")
+
+
+def test_reduce_overhead_in_a_worker_thread_is_refused_where_torch_cannot(monkeypatch):
+    caught = []
+
+    def work() -> None:
+        try:
+            step_modes.resolve_mode("reduce-overhead", torch.device("cuda"))
+        except UserError as error:
+            caught.append(str(error))
+
+    for version, refused in (("2.11.0+cu130", 1), ("2.13.0", 1)):
+        monkeypatch.setattr(torch, "__version__", version)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert len(caught) == refused
+    assert "graph" in caught[0] and "2.13" in caught[0]
+
+
+def test_graph_on_the_cpu_is_refused():
+    with pytest.raises(UserError, match="CUDA"):
+        step_modes.resolve_mode("graph", torch.device("cpu"))
+    assert step_modes.resolve_mode("auto", torch.device("cpu")) == "eager"
