@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_threads import UNIT, losses, make_step
-from toy import random_corpus
 
 from draftsmith.unit import UnitSequence
+from test_threads import UNIT, losses, make_step
+from toy import random_corpus
 
 
 def loaded(step, number: int):

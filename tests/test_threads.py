@@ -1,10 +1,9 @@
-"""Compiled steps on the CPU: equal to eager ones, shared between instances, and right in two threads at once."""
+"""What a mode refuses, in which thread; a toy step for this and for test_step.py."""
 
 import threading
 
 import pytest
 import torch
-from toy import random_corpus
 
 from draftsmith import step_modes
 from draftsmith.config import LossConfig, OptimConfig
@@ -13,6 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.loss import Head
 from draftsmith.step import Tables, TrainStep
 from draftsmith.unit import UnitSequence, UnitShape
+from toy import random_corpus
 
 UNIT = UnitShape(96, 12, 4, 0.5)
 
@@ -42,44 +42,6 @@ def losses(step: TrainStep, count: int = 4) -> list[float]:
         step.update(1e-2)
         out.append(step.read().loss)
     return out
-
-
-@pytest.mark.long
-def test_two_threads_that_compile_and_train_at_once_give_one_threads_losses():
-    expected = {seed: losses(make_step("eager", seed)) for seed in (0, 1)}
-    for _ in range(4):
-        results: dict[int, list[float]] = {}
-        ready = threading.Barrier(2)
-
-        def work(seed: int, results=results, ready=ready) -> None:
-            step = make_step("compile", seed)
-            ready.wait(60)
-            step.prepare()
-            ready.wait(200)
-            results[seed] = losses(step)
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for seed in (0, 1):
-            assert results[seed] == pytest.approx(expected[seed], rel=1e-4)
-        torch._dynamo.reset()  # the next round compiles afresh
-
-
-@pytest.mark.long
-def test_preparing_changes_nothing_and_nothing_recompiles_afterwards():
-    step = make_step("compile")
-    masters = step.flat.masters.clone()
-    step.prepare()
-    assert torch.equal(step.flat.masters, masters) and not step.flat.reduced.any() and not step.skips.any()
-    step_modes.forbid_recompiles()
-    try:
-        losses(step, 2)
-        losses(make_step("compile", 5), 1)  # another drafter of the same shape takes the same code
-    finally:
-        torch.compiler.set_stance("default")
 
 
 def test_reduce_overhead_in_a_worker_thread_is_refused_where_torch_cannot(monkeypatch):
