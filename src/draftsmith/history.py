@@ -97,6 +97,8 @@ class Run:
     steps: tuple[dict[str, Any], ...]
     """Step records in order of steps, superseded ones left out; `t` is the time."""
     evaluations: tuple[dict[str, Any], ...]
+    _columns: dict[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+    """Columns asked for before; a long run's take a while to collect."""
 
     @property
     def name(self) -> str:
@@ -123,7 +125,9 @@ class Run:
 
     def column(self, name: str) -> np.ndarray:
         """[steps] float64 of a scalar field, NaN where a record lacks it."""
-        return np.array([record.get(name) for record in self.steps], np.float64)
+        if name not in self._columns:
+            self._columns[name] = np.array([record.get(name) for record in self.steps], np.float64)
+        return self._columns[name]
 
     def state(self, now: float | None = None) -> str:
         """running, finished, stopped (on request), failed, killed (left without a word), or empty (no events)."""
