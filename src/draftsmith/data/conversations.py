@@ -38,7 +38,8 @@ class Conversation:
     messages: list[Message]
     tools: list[Any] | None
     trained: list[bool]
-    """Message by message: an assistant turn that is trained on."""
+    """Message by message: an assistant turn that is trained on. One before the first user turn never is: no server
+    generates it."""
     dropped_tail: int = 0
     """Turns after the last assistant turn, which were left out."""
 
@@ -190,12 +191,13 @@ def _conversation(turns: Any, row: dict[str, Any], rules: RowRules) -> Conversat
         messages = messages[:end]
     elif not any(m["role"] == "user" for m in messages):
         raise Rejection("no-user", "no user turn")
-    trained = [m["role"] == "assistant" and w for m, w in zip(messages, weights, strict=False)]
+    first = next((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), len(messages))
+    trained = [m["role"] == "assistant" and w and i > first for i, (m, w) in enumerate(zip(messages, weights))]  # noqa: B905
     if rules.last_turn_only:
         last = len(messages) - 1
         trained = [t and i == last for i, t in enumerate(trained)]
     if not rules.prompts and not any(trained):
-        raise Rejection("no-assistant", "every assistant turn has weight 0")
+        raise Rejection("no-assistant", "no assistant turn answers a user, or every one has weight 0")
     return Conversation(messages, parse_tools(row), trained, len(weights) - len(messages))
 
 

@@ -33,6 +33,9 @@ class Encoder:
         self._tokenizer.post_processor = None
         self._vocab_size = side.vocab_size
         self._anchor = self._find_anchor(side.special_tokens)
+        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self.characters_per_token = 4 * longest
+        """No text has more characters a token (four times the longest token, for tokenizers that normalize)."""
 
     def encode(self, rows: list[Rendered]) -> list[Document | Rejection]:
         """Tokens and masks, row by row."""

@@ -10,23 +10,37 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from draftsmith.data.template import GENERATION_CLOSE, GENERATION_OPEN
+from draftsmith.data.tools import Rejection
 
 Message = dict[str, Any]
 
 CUT = "\U0010fff2"  # inside special-token text that a row brought along: the text is tokenised in two pieces there
-_CONTENT, _REASONING = 0xF0000, 0x100000  # first mark of each kind; message i has the pair base + 2 i, base + 2 i + 1
+_FIRST, _MOST = 0xF0000, 0xFFF0  # text n of a conversation stands between the marks _FIRST + 2 n and _FIRST + 2 n + 1
 _SPLIT = re.compile("([\U000f0000-\U0010ffff])")
 _THINK = re.compile(r"(</?think>)")
 THINK_TAGS = ("<think>", "</think>")
 
 
+class Owner(NamedTuple):
+    """What a marked text is."""
+
+    message: int
+    reasoning: bool
+
+
 class Region(NamedTuple):
     """Where a marked text stands in the rendered conversation: characters [start, end) of the unmarked text."""
 
+    number: int
     message: int
     reasoning: bool
     start: int
     end: int
+
+    @property
+    def close(self) -> str:
+        """The mark that closes it."""
+        return chr(_FIRST + 2 * self.number + 1)
 
 
 class Layout(NamedTuple):
@@ -43,8 +57,8 @@ class Layout(NamedTuple):
     """Every mark has its other half, and none is inside another."""
 
 
-def read_marks(marked: str) -> Layout:
-    """Take a marked rendering apart."""
+def read_marks(marked: str, owners: list[Owner]) -> Layout:
+    """Take a marked rendering apart; `owners` of the texts by number (Marker)."""
     parts = _SPLIT.split(marked)
     regions, cuts, generated, regular = [], [], [], True
     at, opened, begun = 0, None, None
@@ -59,22 +73,16 @@ def read_marks(marked: str) -> Layout:
             generated.append((begun or 0, at))
             begun = None
         else:
-            code = ord(mark)
-            if not code & 1:
-                regular &= opened is None
-                opened = (code, at)
-            elif opened is not None and opened[0] == code - 1:
-                base = _REASONING if code >= _REASONING else _CONTENT
-                regions.append(Region((code - base) >> 1, base == _REASONING, opened[1], at))
+            number, closes = divmod(ord(mark) - _FIRST, 2)
+            if not closes:
+                regular &= opened is None and number < len(owners)
+                opened = (number, at)
+            elif opened is not None and opened[0] == number and number < len(owners):
+                regions.append(Region(number, *owners[number], opened[1], at))
                 opened = None
             else:
                 regular = False
     return Layout("".join(parts[0::2]), regions, cuts, generated, regular and opened is None and begun is None)
-
-
-def close_mark(region: Region) -> str:
-    """The mark that closes a region."""
-    return chr((_REASONING if region.reasoning else _CONTENT) + 2 * region.message + 1)
 
 
 def last_mark(marked: str) -> tuple[str, str]:
@@ -88,28 +96,59 @@ def last_mark(marked: str) -> tuple[str, str]:
     return "", "".join(reversed(tail))
 
 
-def mark_message(message: Message, number: int, guard: Callable[[str], str]) -> Message:
-    """A copy with marks around its content, its reasoning, and the names and last arguments of its calls. `guard` puts
-    cuts into special-token text."""
-    base = _CONTENT + 2 * number
-    pair = chr(base), chr(base + 1)
-    content = message["content"]
-    if message["role"] != "assistant":
-        return {**message, "content": _mark(guard(content), pair)}
-    thought = chr(_REASONING + 2 * number), chr(_REASONING + 2 * number + 1)
-    out = dict(message)
-    if "</think>" in content:
-        head, end, answer = content.rpartition("</think>")
-        pieces = (piece if piece in THINK_TAGS else _mark(guard(piece), thought) for piece in _THINK.split(head))
-        out["content"] = "".join(pieces) + end + _mark(guard(answer), pair)
-    else:
-        out["content"] = _mark(guard(content), pair)
-    for name in ("reasoning_content", "thinking"):
-        if name in message:
-            out[name] = _mark(guard(message[name]), thought)
-    if "tool_calls" in message:
-        out["tool_calls"] = [_mark_call(call, pair, guard) for call in message["tool_calls"]]
-    return out
+class Marker:
+    """Numbers the texts of one conversation and puts marks around them. `guard` puts cuts into special-token text."""
+
+    def __init__(self, guard: Callable[[str], str]):
+        self.owners: list[Owner] = []
+        self._guard = guard
+
+    def message(self, message: Message, number: int) -> Message:
+        """A copy with marks around its content, its reasoning, and the names and last arguments of its calls."""
+        content, own, thought = message["content"], Owner(number, False), Owner(number, True)
+        if message["role"] != "assistant":
+            return {**message, "content": self._mark(content, own)}
+        out = dict(message)
+        if THINK_TAGS[1] in content:
+            head, end, answer = content.rpartition(THINK_TAGS[1])
+            pieces = (piece if piece in THINK_TAGS else self._mark(piece, thought) for piece in _THINK.split(head))
+            out["content"] = "".join(pieces) + end + self._mark(answer, own)
+        else:
+            out["content"] = self._mark(content, own)
+        if "reasoning_content" in message:
+            out["reasoning_content"] = self._mark(message["reasoning_content"], thought)
+            if "thinking" in message:
+                out["thinking"] = out["reasoning_content"]
+        if "tool_calls" in message:
+            out["tool_calls"] = [self._call(call, own) for call in message["tool_calls"]]
+        return out
+
+    def _call(self, call: dict[str, Any], owner: Owner) -> dict[str, Any]:
+        function = call["function"]
+        name, arguments = self._mark(function["name"], owner), guard_all(function["arguments"], self._guard)
+        if arguments:  # the last argument, if it is a text, brings a mark close to the end of the call
+            last = next(reversed(arguments))
+            if isinstance(arguments[last], str):
+                arguments = {**arguments, last: self._enclose(arguments[last], owner)}
+        return {**call, "function": {**function, "name": name, "arguments": arguments}}
+
+    def _mark(self, text: str, owner: Owner) -> str:
+        return self._enclose(self._guard(text), owner)
+
+    def _enclose(self, text: str, owner: Owner) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        number = len(self.owners)
+        if number >= _MOST:
+            raise Rejection("too-many-turns", f"more than {_MOST} texts in one conversation")
+        self.owners.append(owner)
+        opening, closing = chr(_FIRST + 2 * number), chr(_FIRST + 2 * number + 1)
+        if len(core) == len(text):
+            return f"{opening}{text}{closing}"
+        start = text.index(core[0])
+        end = start + len(core)
+        return f"{text[:start]}{opening}{core}{closing}{text[end:]}"
 
 
 def guard_all(value: Any, guard: Callable[[str], str]) -> Any:
@@ -119,24 +158,3 @@ def guard_all(value: Any, guard: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {guard(key): guard_all(item, guard) for key, item in value.items()}
     return [guard_all(item, guard) for item in value] if isinstance(value, list) else value
-
-
-def _mark_call(call: dict[str, Any], pair: tuple[str, str], guard: Callable[[str], str]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = guard_all(function["arguments"], guard)
-    if arguments:  # the last argument, if it is a text, brings a mark close to the end of the call
-        last = next(reversed(arguments))
-        if isinstance(arguments[last], str):
-            arguments = {**arguments, last: _mark(arguments[last], pair)}
-    return {**call, "function": {"name": _mark(guard(function["name"]), pair), "arguments": arguments}}
-
-
-def _mark(text: str, pair: tuple[str, str]) -> str:
-    core = text.strip()
-    if len(core) == len(text):
-        return f"{pair[0]}{text}{pair[1]}" if text else text
-    if not core:
-        return text
-    start = text.index(core[0])
-    end = start + len(core)
-    return f"{text[:start]}{pair[0]}{core}{pair[1]}{text[end:]}"

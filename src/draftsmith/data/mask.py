@@ -19,14 +19,14 @@ from draftsmith.data.marks import (
     CUT,
     THINK_TAGS,
     Layout,
+    Marker,
+    Owner,
     Region,
-    close_mark,
     guard_all,
     last_mark,
-    mark_message,
     read_marks,
 )
-from draftsmith.data.template import ChatTemplate, Message, TemplateRefusal, TextSide
+from draftsmith.data.template import ChatTemplate, Message, TextSide
 from draftsmith.data.tools import Rejection
 
 _CACHE_LIMIT = 4096  # texts between messages that are kept; templates have a dozen, odd rows may bring more
@@ -64,16 +64,17 @@ class Masker:
         tools = conversation.tools
         messages = [self._with_reasoning(m) for m in conversation.messages]
         text = self._plain.render(messages, tools)
-        marked = [mark_message(m, i, self._guard) for i, m in enumerate(messages)]
+        marker = Marker(self._guard)
+        marked = [marker.message(m, i) for i, m in enumerate(messages)]
         guarded_tools = guard_all(tools, self._guard) if tools else tools
         whole = self._tagged.render(marked, guarded_tools)
-        layout = read_marks(whole)
+        layout = read_marks(whole, marker.owners)
         turns = _turns(layout.regions)
         followed = layout.text == text and layout.regular
         if followed and layout.generated:
             spans, notes = self._tagged_spans(layout, conversation), []
         elif followed and all(i in turns for i, trained in enumerate(conversation.trained) if trained):
-            row = _Row(layout, marked, guarded_tools, whole, turns)
+            row = _Row(layout, marked, guarded_tools, whole, turns, marker.owners)
             last = len(messages) - 1
             prompt = self._prompt_before(row, last)
             if conversation.trained[last] and not whole.startswith(prompt[: len(prompt) - len(last_mark(prompt)[1])]):
@@ -111,7 +112,7 @@ class Masker:
             return self._starts[key]
         mark, tail = last_mark(self._prompt_before(row, i))
         first = row.turns[i][0]
-        if mark != (close_mark(row.layout.regions[first - 1]) if first else ""):
+        if mark != (row.layout.regions[first - 1].close if first else ""):
             return None
         thought = _THOUGHT.search(tail)
         if opening.startswith(tail):
@@ -123,13 +124,7 @@ class Masker:
         return _keep(self._starts, key, found)
 
     def _prompt_before(self, row: "_Row", i: int) -> str:
-        try:
-            return self._tagged.render(row.marked[:i], row.tools, prompt=True)
-        except TemplateRefusal as error:
-            if any(m["role"] == "user" for m in row.marked[:i]):
-                raise
-            hint = "--skip-leading-assistant drops such turns"
-            raise Rejection("leading-assistant", f"the template has no prompt for it ({error}); {hint}") from None
+        return self._tagged.render(row.marked[:i], row.tools, prompt=True)
 
     def _end(self, row: "_Row", i: int, closing: str, is_last: bool) -> int | None:
         """Characters of `closing`, the text between turn i's own and the next message's, that belong to the turn."""
@@ -139,7 +134,7 @@ class Masker:
         tail = closing
         if not is_last:
             mark, tail = last_mark(self._tagged.render(row.marked[: i + 1], row.tools))
-            if mark != close_mark(row.layout.regions[row.turns[i][1]]):
+            if mark != row.layout.regions[row.turns[i][1]].close:
                 return None
         if closing.startswith(tail):
             found = self._turn_end(closing, 0, len(tail))
@@ -185,7 +180,7 @@ class Masker:
         end = self._end(row, last, text[after:], True)
         if final + 1 != len(regions) or start is None or start[1] or end is None:
             raise Rejection("mask-not-proved", f"turn {last}: what is rendered before it is no prefix of the whole")
-        begin, stop, asked = before + start[0], after + end, read_marks(prompt)
+        begin, stop, asked = before + start[0], after + end, read_marks(prompt, row.owners)
         move = len(asked.text) - begin
         cuts = [*asked.cuts, *(c + move for c in row.layout.cuts if begin < c < stop)]
         turn = (len(asked.text), stop + move)
@@ -231,6 +226,7 @@ class _Row(NamedTuple):
     tools: list[Any] | None
     whole: str
     turns: dict[int, tuple[int, int]]
+    owners: list[Owner]
 
 
 def _keep(cache: dict[Any, Any], key: Any, value: Any) -> Any:
@@ -241,10 +237,14 @@ def _keep(cache: dict[Any, Any], key: Any, value: Any) -> Any:
 
 
 def _turns(regions: list[Region]) -> dict[int, tuple[int, int]]:
-    """message -> (first, last) of its regions, for messages whose regions stand together."""
+    """message -> (first, last) of its regions, for messages whose regions stand together. A text that stands there again
+    (a tool's name in the tool's answer) does not count."""
     turns: dict[int, tuple[int, int]] = {}
-    scattered = set()
+    scattered, seen = set(), set()
     for place, region in enumerate(regions):
+        if region.number in seen:
+            continue
+        seen.add(region.number)
         first, last = turns.get(region.message, (place, place - 1))
         if last != place - 1:
             scattered.add(region.message)

@@ -141,6 +141,9 @@ class _Work:
                 self._seen.add(content) if self._options.deduplicate else None
                 continue
             keep[i] = False
+        if rejected and self._tally.first_rejected is None:
+            line, reason, detail = min(rejected)
+            self._tally.first_rejected = f"first at {name}:{line}: {reason}{f', {detail}' if detail else ''}"
         for line, reason, detail in sorted(rejected):
             record = {"file": name, "line": line, "reason": reason, "detail": detail}
             self._writer.append_line("rejected.jsonl", json.dumps(record, ensure_ascii=True).encode() + b"\n")
@@ -170,11 +173,10 @@ class _Work:
         report = tally.report(options.out, [f.name for f in self._files], [f.format for f in self._files])
         if not report.kept:
             self._writer.discard()
-            worst = (
-                ", ".join(f"{reason} {count}" for reason, count in tally.rejected.most_common(3)) or "there were none"
-            )
-            first = next(iter(options.sources)) + (" ..." if len(options.sources) > 1 else "")
-            raise UserError(f"{first}: none of {report.rows_in} rows could be kept ({worst}); nothing was written")
+            counts = ", ".join(f"{reason} {count}" for reason, count in tally.rejected.most_common(3))
+            why = f"none of {report.rows_in} rows could be kept ({counts}; {tally.first_rejected})"
+            source = options.sources[0] + (" ..." if len(options.sources) > 1 else "")
+            raise UserError(f"{source}: {why if report.rows_in else 'there are no rows'}; nothing was written")
         rendered = any(shape not in ("text", "tokens") for file in tally.files for shape in file["shapes"])
         manifest = Manifest(
             FORMAT,

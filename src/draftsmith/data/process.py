@@ -118,17 +118,31 @@ class RowProcessor:
         if isinstance(parsed, TokenRow):
             return self._encoder.check_tokens(parsed.tokens, parsed.mask)
         if isinstance(parsed, PlainText) and not parsed.rendered:
-            tokens = self._encoder.encode_text(parsed.text)
+            tokens = self._encoder.encode_text(self._bounded(Rendered(parsed.text, [], [])).text)
             return Document(tokens, np.ones(len(tokens), np.uint8))
         if self._masker is None or self._finder is None:
             raise Rejection("no-template", "the model has no chat template; give one with --chat-template FILE")
         if isinstance(parsed, PlainText):
-            return self._finder.find(parsed.text, self._rules.rows.last_turn_only)
+            return self._bounded(self._finder.find(parsed.text, self._rules.rows.last_turn_only))
         rendered = self._masker.render(parsed)
         notes.update(rendered.notes)
         if parsed.dropped_tail:
             notes["turns-after-last-reply"] += parsed.dropped_tail
-        return rendered
+        return self._bounded(rendered)
+
+    def _bounded(self, row: Rendered) -> Rendered:
+        """Keep texts from the tokenizer that are far too long whatever it makes of them: it needs 200 bytes a byte."""
+        most = self._rules.max_tokens * self._encoder.characters_per_token
+        if len(row.text) <= most:
+            return row
+        if not self._rules.truncate:
+            raise Rejection(
+                "over-long", f"{len(row.text)} characters, far more than {self._rules.max_tokens} tokens hold"
+            )
+        spans = [(start, min(end, most)) for start, end in row.spans if start < most]
+        if row.spans and not spans:
+            raise Rejection("supervised-past-limit", f"its first supervised character is number {row.spans[0][0]}")
+        return Rendered(row.text[:most], spans, [cut for cut in row.cuts if cut < most], row.notes)
 
     def _fit(self, document: Document | Rejection, notes: Counter[str]) -> Document:
         """Length limits and the need for an anchor."""

@@ -25,6 +25,7 @@ HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?::[\w.-]+)?(?:@[\w.-]+)?")
 MAX_ROW = 64 << 20  # bytes of one row; longer ones are rejected without being held in memory
 _BLOCK = 1 << 20
 _WRAPPERS = re.compile(rb'\s*\{\s*"(data|rows|train|examples|instances|items)"\s*:\s*\[')
+_LIST = re.compile(rb"\[\s*\{|\[\s*\n")  # how a list of rows begins, as against a row that is a list
 _BROKEN = (EOFError, gzip.BadGzipFile, zlib.error, OSError)
 
 
@@ -47,7 +48,7 @@ def detect_format(path: Path | None, stream: io.BufferedReader | None = None) ->
         head = stream.peek(_BLOCK)[:_BLOCK].removeprefix(b"\xef\xbb\xbf").lstrip()
     except _BROKEN:
         return "jsonl"  # reading it gives the rejection
-    lines = name.endswith((".jsonl", ".ndjson")) and head[:1] != b"["
+    lines = name.endswith((".jsonl", ".ndjson")) and not _LIST.match(head)
     return "json" if not lines and _is_json_document(head) else "jsonl"
 
 
@@ -70,25 +71,26 @@ def open_stream(path: Path | None) -> io.BufferedReader:
     raw = sys.stdin.buffer if path is None else open(path, "rb", buffering=_BLOCK)
     magic = raw.peek(4)[:4] if isinstance(raw, io.BufferedReader) else b""
     if magic[:2] == b"\x1f\x8b":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BLOCK)  # type: ignore[arg-type]
+        # read1, not read: one step at a time, so that a cut-off file gives what is there before it fails
+        return io.BufferedReader(_Unpacked(gzip.GzipFile(fileobj=raw).read1), _BLOCK)
     if magic == b"\x28\xb5\x2f\xfd":
         import pyarrow
 
-        return io.BufferedReader(_Unpacked(pyarrow.CompressedInputStream(raw, "zstd")), _BLOCK)
+        return io.BufferedReader(_Unpacked(pyarrow.CompressedInputStream(raw, "zstd").read), _BLOCK)
     return raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw, _BLOCK)
 
 
 class _Unpacked(io.RawIOBase):
-    """pyarrow's stream as Python's raw stream."""
+    """A decompressor's read(count) as Python's raw stream."""
 
-    def __init__(self, stream: Any):
-        self._stream = stream
+    def __init__(self, read: Callable[[int], bytes]):
+        self._read = read
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
+        data = self._read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 

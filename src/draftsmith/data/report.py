@@ -83,6 +83,8 @@ class Tally:
         self.histogram: Counter[int] = Counter({int(k): n for k, n in state.get("histogram", {}).items()})
         self.files = state.get("files") or [{"shapes": {}, "rows": 0, "kept": 0, "rejected": 0} for _ in range(files)]
         self.seconds = state.get("seconds", 0.0)
+        self.first_rejected: str | None = state.get("first_rejected")
+        """In words, for the case that no row is kept."""
 
     def state(self) -> dict[str, Any]:
         return json.loads(json.dumps(vars(self)))
