@@ -25,7 +25,7 @@ from draftsmith.options import DoctorOptions, TrainOptions
 from draftsmith.plan_advice import disk_of
 from draftsmith.plan_facts import compute_of, corpus_facts, place_of
 from draftsmith.plan_memory import PROCESS, Budget, Role, budget, target_size
-from draftsmith.rates import GIB
+from draftsmith.plan_text import size
 from draftsmith.run import EXIT_DONE, EXIT_FAILED, RunDirectory, provenance, write_json
 from draftsmith.topology import Topology
 from draftsmith.unit import UnitSequence
@@ -35,13 +35,18 @@ def main(options: DoctorOptions, config: Config) -> int:
     """`draftsmith doctor`."""
     path = options.run or Path("runs") / options.recipe.stem
     verdicts, figures = examine(config, path, options.recipe, Console())
+    return finish(verdicts, figures, path, options.json)
+
+
+def finish(verdicts: list[Verdict], figures: dict[str, dict], path: Path, as_json: bool) -> int:
+    """Write RUN/doctor.json, print, and say by the exit code whether anything failed."""
     report = {"verdicts": [asdict(v) for v in verdicts], "figures": figures, "provenance": provenance()}
     try:
         path.mkdir(parents=True, exist_ok=True)
         write_json(path / "doctor.json", report)
     except OSError as error:
         raise UserError(f"{path / 'doctor.json'}: cannot be written: {error}") from None
-    print(json.dumps(report, indent=1) if options.json else render(verdicts))
+    print(json.dumps(report, indent=1) if as_json else render(verdicts))
     return EXIT_FAILED if any(v.failed for v in verdicts) else EXIT_DONE
 
 
@@ -49,6 +54,14 @@ def quick(config: Config, path: Path) -> list[Verdict]:
     """What can be said in a second, before any worker starts; `train` asks for it."""
     job, topology = open_job(config), topology_of(config)
     return quick_checks(job, topology, path, budgets(job, topology))
+
+
+def refuse_unfit(config: Config, path: Path) -> None:
+    """UserError for the first line of the quick half that fails."""
+    bad = [verdict for verdict in quick(config, path) if verdict.failed]
+    if bad:
+        v = bad[0]
+        raise UserError(f"{v.name}: {v.figure}: {v.cause}; {v.remedy} (--unchecked trains all the same)")
 
 
 def examine(config: Config, path: Path, recipe: Path, console: Console) -> tuple[list[Verdict], dict[str, dict]]:
@@ -87,7 +100,7 @@ def quick_checks(job: Job, topology: Topology, path: Path, needed: dict[str, Bud
             judge(
                 f"memory, {device}",
                 total <= room,
-                f"{total / GIB:.2f} GiB predicted for {' + '.join(roles)} of {room / GIB:.1f} GiB that may be filled",
+                f"{size(total)} predicted for {' + '.join(roles)} of {size(room)} that may be filled",
                 "the workers of this device need more than it has",
                 "fewer unit.anchors or unit.tokens, run.checkpoint_activations, or another topology: see draftsmith plan",
             )
@@ -103,12 +116,13 @@ def role_of(topology: Topology, local: int) -> Role:
 def budgets(job: Job, topology: Topology) -> dict[str, Budget]:
     """Predicted memory of the topology's roles."""
     config = job.config
-    size = target_size(job.directory, job.drafter.taps)
+    whole = target_size(job.directory, job.drafter.taps)
     compute = compute_of(config, "cpu" if topology.devices[0] == "cpu" else "cuda")
-    facts = corpus_facts(job, UnitSequence(job.corpus, job.shape, config.run.seed))
+    on_cpu = compute.device == "cpu"
+    chunks = corpus_facts(job, UnitSequence(job.corpus, job.shape, config.run.seed)).chunk_keys if on_cpu else 0
     roles = {role_of(topology, i) for i in range(topology.workers)}
     slots = config.topology.slots
-    return {r: budget(r, job.drafter, job.shape, size, compute, slots, facts.chunk_keys) for r in roles}
+    return {r: budget(r, job.drafter, job.shape, whole, compute, slots, chunks) for r in roles}
 
 
 def predicted(needed: dict[str, Budget], topology: Topology) -> dict[str, int]:

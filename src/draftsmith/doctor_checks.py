@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.attention import BlockAttention
-from draftsmith.doctor_probe import Compilation, addresses, host_reads
+from draftsmith.doctor_probe import Compilation, host_reads
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked
 from draftsmith.loss import block_cross_entropy
 from draftsmith.static import FIELDS, StaticUnit
@@ -96,14 +96,12 @@ def check_compilations(
     return verdicts
 
 
-def check_addresses(step: TrainStep, before: dict[str, int], units: int) -> Verdict:
-    """`before` was taken before `units` units went through the step."""
-    after = addresses(step)
-    moved = [name for name, address in before.items() if after[name] != address]
+def check_addresses(count: int, moved: list[str], units: int) -> Verdict:
+    """`moved`: which of `count` buffers were at another address after one of `units` units."""
     return judge(
         "input pointers",
         not moved,
-        f"{len(before) - len(moved)} of {len(before)} addresses unchanged over {units} units",
+        f"{count - len(moved)} of {count} addresses unchanged over {units} units",
         f"{', '.join(moved[:3])}: a new tensor took the place of the buffer, and a replayed graph reads the old one",
         "write into the buffer (copy_), never replace it",
     )
@@ -327,10 +325,10 @@ def check_isolation(step: TrainStep, exhibit: Exhibit) -> list[Verdict]:
     """One document of a packed row: other neighbours change nothing, and alone in a row it has the same gradients."""
     name = "packed document, step"
     tensors, static = exhibit.tensors, step.static
-    starts = tensors["starts"][tensors["scored"].any(-1)]
+    starts = tensors["starts"][tensors["scored"].any(-1)].unique()
     if not len(starts):
         return [not_checked(name, "the unit has no scored block")]
-    start = int(starts[len(starts) // 2])
+    start = int(starts[len(starts) // 2])  # with neighbours before it, where the row holds several documents
     inside = tensors["documents"] == tensors["documents"][start]  # [T]
     own = (tensors["starts"] == start) & tensors["scored"].any(-1)  # [A]
     scored = tensors["scored"] & own[:, None]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.doctor_probe import Launches
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
-from draftsmith.rates import GIB
+from draftsmith.plan_text import size
 from draftsmith.slots import ALLOCATOR_VARIABLES
 from draftsmith.step_modes import Resolved
 from draftsmith.topology import Place, Topology
@@ -86,14 +86,14 @@ def check_memory(device: torch.device, before: int, after: int, units: int, peak
         judge(
             "memory growth",
             growth <= 0,
-            f"{max(0, growth)} bytes over {units} units, steady {after / GIB:.2f} GiB",
+            f"{max(0, growth)} bytes over {units} units, steady {size(after)}",
             f"{growth / max(1, units):.0f} bytes more are in use after every unit",
             "the step keeps tensors (a list, a graph of autograd, a hook): find who holds them",
         ),
         judge(
             "peak memory",
             peak <= room,
-            f"{peak / GIB:.2f} GiB ({what}) of {room / GIB:.1f} GiB; {share}",
+            f"{size(peak)} ({what}) of {size(room)}; {share}",
             "the device is too small",
             "fewer unit.anchors or unit.tokens, run.checkpoint_activations, or a split topology; `draftsmith plan` says which",
         ),
@@ -116,8 +116,8 @@ def check_links(place: Place, pull: tuple[float, int] | None, reduce: tuple[floa
     verdicts = [check_peers(place.topology)]
     for name, found, what in (("taps", pull, "a slot of taps"), ("all-reduce", reduce, "the gradients")):
         if found is not None:
-            seconds, size = found
-            speed = f"{size / GIB:.3g} GiB in {seconds * 1e3:.3g} ms, {size / seconds / 1e9:.1f} GB/s"
+            seconds, count = found
+            speed = f"{size(count)} in {seconds * 1e3:.3g} ms, {count / seconds / 1e9:.1f} GB/s"
             verdicts.append(passed(f"link, {name}", f"{what}: {speed}"))
     return verdicts
 
@@ -158,8 +158,8 @@ def check_space(run: Path, need: int, keep: int) -> Verdict:
     return judge(
         "disk space",
         free >= need * keep,
-        f"{keep} checkpoints of {need / GIB:.2f} GiB, {free / GIB:.1f} GiB free at {place}",
-        f"{(need * keep - free) / GIB:.1f} GiB are missing",
+        f"{keep} checkpoints of {size(need)}, {size(free)} free at {place}",
+        f"{size(need * keep - free)} are missing",
         "free some space, lower run.keep_last, or name another --run directory",
     )
 

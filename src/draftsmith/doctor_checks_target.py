@@ -51,7 +51,7 @@ def row_of(unit: Unit, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 def middle_document(unit: Unit) -> slice:
     """The rows of a document that has neighbours before it, where the unit holds several."""
-    number = unit.documents[: unit.tokens_used].max() // 2
+    number = (unit.documents[: unit.tokens_used].max() + 1) // 2
     rows = (unit.documents[: unit.tokens_used] == number).nonzero()[0]
     return slice(int(rows[0]), int(rows[-1]) + 1)
 

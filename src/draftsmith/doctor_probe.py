@@ -1,6 +1,7 @@
 """What the doctor looks through while a step runs: compilations, reads on the host, addresses, memory, launches."""
 
 import gc
+import sysconfig
 import threading
 import traceback
 import warnings
@@ -47,7 +48,8 @@ class CompileWatch:
     def __exit__(self, *_: object) -> None:
         from torch._dynamo.callback import callback_handler
 
-        callback_handler.remove_start_callback(self._begin)
+        if self._begin in callback_handler.start_callbacks:  # torch._dynamo.reset drops them all
+            callback_handler.remove_start_callback(self._begin)
 
     def _begin(self, args: Any) -> None:
         locked = COMPILE_LOCK._is_owned()  # threading.Condition's own way to ask
@@ -71,12 +73,13 @@ def graph_breaks() -> Counter:
 
 
 def own_line() -> str:
-    """file:line of the innermost caller outside torch and outside the doctor."""
-    torch_home, doctor = str(Path(torch.__file__).parent), "doctor_"
+    """file:line of the innermost caller that is neither torch's, nor the standard library's, nor the doctor's."""
+    library, torch_home = sysconfig.get_paths()["stdlib"], str(Path(torch.__file__).parent)
     for frame in reversed(traceback.extract_stack()):
-        name = Path(frame.filename).name
-        if not frame.filename.startswith((torch_home, "<")) and not name.startswith(doctor):
-            return f"{name}:{frame.lineno} {frame.line}"
+        file = Path(frame.filename)
+        standard = frame.filename.startswith(library) and not {"site-packages", "dist-packages"} & set(file.parts)
+        if not standard and not frame.filename.startswith((torch_home, "<")) and not file.name.startswith("doctor_"):
+            return f"{file.name}:{frame.lineno} {frame.line}"
     return "an unknown place"
 
 

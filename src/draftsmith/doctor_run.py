@@ -49,8 +49,8 @@ from draftsmith.doctor_verdict import Verdict, judge, passed
 from draftsmith.events import EventLog
 from draftsmith.host import Worker
 from draftsmith.loop import Interval, Loader
+from draftsmith.plan_text import size
 from draftsmith.prefill import target_role
-from draftsmith.rates import GIB
 from draftsmith.run import EXIT_DONE, RunDirectory
 from draftsmith.step import TrainStep, learning_rate
 from draftsmith.target import Target
@@ -155,7 +155,7 @@ def watched_steps(
     worker, plan, step = shop.worker, shop.plan, shop.step
     exhibits: list[Exhibit] = []
     settled = plan.start + warm_up(plan.per_step, plan.trainers)
-    interval, units, first = Interval(), 0, 0.0
+    interval, units, first, moved = Interval(), 0, 0.0, dict[str, None]()
     for number in range(plan.start, plan.total):
         if number == settled:
             before, held, compiled = addresses(step), live_bytes(step.device), len(watch.seen)
@@ -166,7 +166,9 @@ def watched_steps(
             if len(exhibits) < 2:
                 exhibits.append(Exhibit.take(step.static))
             shop.taps.ahead(number)
-            units += number >= settled
+            if number >= settled:
+                units += 1  # looked at after every unit: an allocator may hand the old address out again
+                moved.update((n, None) for n, address in addresses(step).items() if address != before[n])
         worker.member.add_up(step.flat.reduced)
         step.update(learning_rate(number, plan.total, worker.job.config.optim))
         shop.taps.ahead(number + 1)
@@ -181,7 +183,7 @@ def watched_steps(
     peak, after = peak_bytes(step.device), live_bytes(step.device)
     late = watch.seen[compiled:]
     findings.verdicts += check_compilations(watch.seen[:compiled], late, units, step.mode, recompile_reasons())
-    findings.verdicts.append(check_addresses(step, before, units))
+    findings.verdicts.append(check_addresses(len(before), list(moved), units))
     findings.verdicts += check_memory(step.device, held, after, units, peak, predicted)
     findings.verdicts.append(check_time(first, steady))
     findings.figures |= {"first_step_seconds": first, "step_seconds": steady, "peak_bytes": peak}
@@ -218,11 +220,11 @@ def check_checkpoint(shop: Workshop) -> Verdict:
     shop.writer.finish()
     whole = time.monotonic() - begin
     found = checkpoint.list_checkpoints(shop.worker.run.path)
-    size = sum(f.stat().st_size for f in found[-1].path.iterdir()) if found else 0
+    written = sum(f.stat().st_size for f in found[-1].path.iterdir()) if found else 0
     return judge(
         "checkpoint",
         bool(found),
-        f"{size / GIB:.2f} GiB in {whole:.1f} s, training stands still for {stall * 1e3:.0f} ms",
+        f"{size(written)} in {whole:.1f} s, training stands still for {stall * 1e3:.0f} ms",
         "no complete checkpoint was found afterwards",
         "look at the run directory's file system",
     )
@@ -263,7 +265,7 @@ def examine_target(worker: Worker) -> int:
 
     code = target_role(worker, look)
     findings.figures["peak_bytes"] = peak_bytes(torch.device(worker.place.device))
-    findings.verdicts.append(passed("peak memory, target", f"{findings.figures['peak_bytes'] / GIB:.2f} GiB"))
+    findings.verdicts.append(passed("peak memory, target", size(findings.figures["peak_bytes"])))
     findings.write(worker.run.path)
     return code
 

@@ -54,7 +54,15 @@ def launch(options: TrainOptions, config: Config) -> int:
     from draftsmith.job import open_job, topology_of
 
     path = options.run or Path("runs") / options.recipe.stem
+    if options.topology == "auto":
+        from draftsmith.plan import best_topology
+
+        config = best_topology(config)
     hosts, topology = hosts_of(options), topology_of(config)
+    if not options.unchecked:
+        from draftsmith.doctor import refuse_unfit
+
+        refuse_unfit(config, path)
     if options.detach:
         return detach(options, config, path)
     if hosts == (1, 1) and topology.processes == 1 and not options.restarts:
@@ -243,6 +251,7 @@ def detach(options: TrainOptions, config: Config, path: Path) -> int:
     check_run(path, config, options.resume)
     write_recipe(path, config)
     argv = [sys.executable, "-m", "draftsmith", "train", str(recipe_of(path)), "--run", str(path)]
+    argv += ["--unchecked"]  # `launch` has asked
     argv += ["--resume"] * options.resume + ["--restarts", str(options.restarts), "--hosts", options.hosts]
     argv += ["--rendezvous", options.rendezvous] if options.rendezvous else []
     argv += ["--profile", options.profile] if options.profile else []

@@ -44,6 +44,10 @@ class TrainOptions:
     """Hosts that train together, "2", or with "1:2" as many as are there; run the same command on each."""
     rendezvous: str | None = None
     """HOST:PORT of one of the hosts, where they meet; needed with several hosts."""
+    topology: Literal["recipe", "auto"] = "recipe"
+    """auto: the fastest that fits, as `draftsmith plan` measures it on this machine, instead of the recipe's."""
+    unchecked: bool = False
+    """Train even if the quick half of `draftsmith doctor`, which runs first, finds something wrong."""
     profile: str | None = None
     """FIRST:LAST: profile these steps of the first trainer (`draftsmith trace` shows them)."""
 

@@ -5,8 +5,12 @@ card (`--device h200 --count 8`), the built-in rates are used, and the answer sa
 """
 
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from draftsmith.config import Config
 from draftsmith.errors import UserError
@@ -115,15 +119,30 @@ class Needs:
 
 
 def best_topology(config: Config, plan: Plan | None = None) -> Config:
-    """The recipe with the topology that `plan` (made here if none is given) ranks first on this machine's devices."""
-    plan = plan or make_plan(config)
-    fitting = [p.layout for p in plan.ranking if p.fits]
+    """The recipe with the topology that `plan` ranks first on this machine's devices.
+
+    Without a plan one is made in a process of its own, so that no device memory stays behind.
+    """
+    fitting = [p.layout for p in plan.ranking if p.fits] if plan is not None else _measured_elsewhere(config)
     if not fitting:
         raise UserError("no topology of this machine's devices fits; `draftsmith plan` shows what is missing")
     best = fitting[0]
     targets = 0 if best.kind == "colocated" else best.targets
     chosen = replace(config.topology, targets=targets, trainers=best.trainers, workers=best.workers)
     return replace(config, topology=chosen)
+
+
+def _measured_elsewhere(config: Config) -> list[Layout]:
+    """Layouts that fit, the fastest first, by `draftsmith plan --json`."""
+    with tempfile.TemporaryDirectory() as directory:
+        recipe = Path(directory) / "recipe.json"
+        recipe.write_text(json.dumps({"recipe": config.to_dict()}))
+        command = [sys.executable, "-m", "draftsmith", "plan", str(recipe), "--json"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise UserError("--topology auto: `draftsmith plan` failed, see above; name a topology in the recipe instead")
+    ranking = json.loads(done.stdout)["ranking"]
+    return [Layout(**entry["layout"]) for entry in ranking if entry["fits"]]
 
 
 def times_of(

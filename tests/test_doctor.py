@@ -1,0 +1,376 @@
+"""doctor: a healthy recipe passes in its topology, and every injected fault makes its own line fail and names the cause.
+
+Faults are put into the objects that a real set-up has made: the step or the target gets a faulty subclass.
+"""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith import config
+from draftsmith.__main__ import main
+from draftsmith.data.options import PrepareOptions
+from draftsmith.data.prepare import prepare
+from draftsmith.doctor import finish, quick, shortened
+from draftsmith.doctor_checks import check_compilations
+from draftsmith.doctor_checks_device import (
+    check_allocator,
+    check_memory,
+    check_mode,
+    check_replay,
+    check_space,
+)
+from draftsmith.doctor_probe import CompileWatch, Launches
+from draftsmith.doctor_run import Findings, examine
+from draftsmith.doctor_verdict import Verdict, failed, merge, passed, render
+from draftsmith.events import EventLog
+from draftsmith.host import Notes, Worker
+from draftsmith.init import write_recipe
+from draftsmith.job import open_job, topology_of
+from draftsmith.loop import Loader, StopRequest
+from draftsmith.options import InitOptions
+from draftsmith.run import open_run
+from draftsmith.step import TrainStep
+from draftsmith.step_modes import COMPILE_LOCK
+from draftsmith.target import Target
+from draftsmith.team import Team
+from draftsmith.topology import Place, Topology
+from draftsmith.train import set_up
+from toy import toy_conversations, toy_target
+
+SMALL = ["--unit.tokens", "256", "--unit.anchors", "8", "--drafter.layers", "1", "--run.threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with target/, corpus/ and recipe.toml."""
+    place = tmp_path_factory.mktemp("doctor")
+    toy_target(place / "target")
+    toy_conversations(place / "chat.jsonl")
+    prepare(
+        PrepareOptions(
+            sources=(str(place / "chat.jsonl"),), model=str(place / "target"), out=place / "corpus", held_out=0.1
+        )
+    )
+    write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
+    return place
+
+
+def recipe(place: Path) -> config.Config:
+    c = config.load(place / "recipe.toml")
+    return replace(
+        c,
+        unit=replace(c.unit, tokens=256, anchors=8),
+        drafter=replace(c.drafter, layers=1),
+        run=replace(c.run, threads=1),
+    )
+
+
+def examined(place: Path, run: Path, step: type | None = None, target: type | None = None) -> dict[str, Verdict]:
+    """Verdicts of one colocated trainer whose step and target are of these classes."""
+    c = recipe(place)
+    topology = topology_of(c)
+    job = open_job(shortened(c, topology))
+    worker = Worker(
+        job,
+        open_run(run, job.config, False),
+        Place(topology),
+        StopRequest(),
+        Notes(None, None),
+        Team(1).member(0),
+        None,
+        False,
+    )
+    findings = Findings("both 0")
+    with CompileWatch() as watch, EventLog(run, "both", 0) as events:
+        shop = set_up(worker, events)
+        shop.step.__class__ = step or TrainStep
+        shop.target.__class__ = target or Target
+        try:
+            with Loader(shop.units.unit, shop.plan.all_units()) as loader:
+                examine(shop, loader, watch, time.monotonic(), 0, findings)
+        finally:
+            shop.writer.close()
+    return {v.name: v for v in findings.verdicts}
+
+
+def test_a_healthy_trainer_fails_nothing(place, tmp_path):
+    verdicts = examined(place, tmp_path / "run")
+    assert [v for v in verdicts.values() if v.failed] == []
+    assert {name for name, v in verdicts.items() if v.state == "not checked"} == {
+        "compiled once", "compile lock", "graph replay", "links",
+    }  # fmt: skip
+    assert verdicts["input pointers"].figure.endswith("20 units")
+
+
+class ItemInStep(TrainStep):
+    def accumulate(self) -> None:
+        super().accumulate()
+        self.static.taps[0, 0].item()
+
+
+class ReplacesBuffer(TrainStep):
+    def accumulate(self) -> None:
+        self.static.ids = self.static.ids.clone()
+        super().accumulate()
+
+
+class IgnoresTaps(TrainStep):
+    def accumulate(self) -> None:
+        kept = self.static.taps.clone()
+        self.static.taps.zero_()
+        super().accumulate()
+        self.static.taps.copy_(kept)
+
+
+class ScalesGradients(TrainStep):
+    def accumulate(self) -> None:
+        before = self.flat.gradient.clone()
+        super().accumulate()
+        self.flat.gradient.sub_(before).mul_(1.01).add_(before)
+
+
+class FlipsASign(TrainStep):
+    def accumulate(self) -> None:
+        one = self.flat.named(self.flat.gradient)["layers.0.o_proj.weight"]
+        before = one.clone()
+        super().accumulate()
+        one.sub_(before).neg_().add_(before)
+
+
+class Grows(TrainStep):
+    def accumulate(self) -> None:
+        super().accumulate()
+        self.__dict__.setdefault("history", []).append(self.static.ids.float())
+
+
+class LeaksNeighbours(TrainStep):
+    def accumulate(self) -> None:
+        kept = self.static.starts.clone()
+        self.static.starts.zero_()
+        super().accumulate()
+        self.static.starts.copy_(kept)
+
+
+class Remembers(TrainStep):
+    def clear(self) -> None:
+        super().clear()
+        self.flat.gradient.add_(self.__dict__.setdefault("left", torch.zeros_like(self.flat.gradient)))
+
+    def accumulate(self) -> None:
+        super().accumulate()
+        self.__dict__["left"] = self.flat.gradient.clone()
+
+
+@torch.compile(backend="eager", dynamic=False)
+def total(rows: torch.Tensor) -> torch.Tensor:
+    return rows.sum()
+
+
+class ShapeFromData(TrainStep):
+    def accumulate(self) -> None:
+        with COMPILE_LOCK:
+            total(self.static.taps[: 8 + int(self.static.number)])
+        super().accumulate()
+
+
+@pytest.mark.parametrize(
+    ("fault", "line", "cause"),
+    [
+        (ItemInStep, "host syncs", r"test_doctor.py.*item\(\)"),
+        (ShapeFromData, "compiled once", "test_doctor.py"),
+        (ReplacesBuffer, "input pointers", "input ids: a new tensor took the place"),
+        (IgnoresTaps, "stale inputs", "does not see its taps"),
+        (ScalesGradients, "gradients against eager", "all gradients are off, scales 1.0100 to 1.0100"),
+        (FlipsASign, "gradients against eager", "layers.0.o_proj.weight points another way: cosine -1.000"),
+        (Grows, "memory growth", "bytes more are in use after every unit"),
+        (LeaksNeighbours, "packed document, step", "a neighbour leaks into the document"),
+        (Remembers, "repeatable", "keeps something from one unit to the next"),
+    ],
+    ids=lambda x: x.__name__ if isinstance(x, type) else "",
+)
+def test_a_fault_of_the_step_fails_its_line_and_names_the_cause(place, tmp_path, fault, line, cause):
+    verdict = examined(place, tmp_path / "run", step=fault)[line]
+    assert verdict.failed and verdict.remedy, verdict
+    assert re.search(cause, verdict.cause), verdict.cause
+
+
+class LeakyTarget(Target):
+    def prefill(self, ids, positions, documents, out) -> None:
+        super().prefill(ids, positions, torch.zeros_like(documents), out)
+
+
+class OneLayerOff(Target):
+    def forward(self, ids, positions) -> tuple[torch.Tensor, ...]:
+        below = self.__dict__.setdefault("below", self.decoder)
+        states = below(input_ids=ids, position_ids=positions, use_cache=False, output_hidden_states=True).hidden_states
+        self._outputs.clear()
+        return tuple(states[index][0] for index in self.taps)  # hidden_states[L + 1] is tap L
+
+
+@pytest.mark.parametrize(
+    ("fault", "line", "cause"),
+    [
+        (LeakyTarget, "packed document, taps", "a neighbour leaks into the document"),
+        (OneLayerOff, "taps", "tap 1 is layer 0's output"),
+    ],
+    ids=lambda x: x.__name__ if isinstance(x, type) else "",
+)
+def test_a_fault_of_the_target_fails_its_line_and_names_the_cause(place, tmp_path, fault, line, cause):
+    verdict = examined(place, tmp_path / "run", target=fault)[line]
+    assert verdict.failed and cause in verdict.cause and verdict.remedy
+
+
+def test_a_thread_that_compiles_without_the_lock_is_named():
+    def compile_in(name: str, around: Callable[[], AbstractContextManager]) -> None:
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        def work() -> None:
+            with around():
+                torch.compile(double, backend="eager", dynamic=False)(torch.ones(3))
+
+        thread = threading.Thread(target=work, name=name)
+        thread.start()
+        thread.join()
+
+    with CompileWatch() as watch:
+        compile_in("trainer 0", lambda: COMPILE_LOCK)
+        good = list(watch.seen)
+        torch._dynamo.reset_code_caches()
+        compile_in("trainer 1", nullcontext)
+    once, lock = check_compilations(good, [], 20, "compile", [])
+    assert once.state == lock.state == "pass"
+    _, lock = check_compilations(watch.seen, [], 20, "compile", [])
+    assert lock.failed and "thread trainer 1 compiled at test_doctor.py" in lock.cause
+
+
+def test_compilation_lines_without_a_compiler():
+    assert all(v.state == "not checked" for v in check_compilations([], [], 20, "eager", []))
+    once, _ = check_compilations([], [], 20, "compile", [])
+    assert once.failed and "nothing was compiled" in once.cause
+
+
+def test_lines_that_a_cpu_cannot_show_are_judged_by_their_counts(tmp_path):
+    """The figures come from a GPU; what is made of them is arithmetic."""
+    assert check_replay("graph", Launches(4, 3), 3, 1).state == "pass"
+    for launches in (Launches(3, 3), Launches(4, 400)):
+        verdict = check_replay("graph", launches, 3, 1)
+        assert verdict.failed and "4 graph launches" in verdict.cause
+    assert check_replay("compile", None, 3, 1).state == "not checked"
+    split = Topology(1, 1, False, ("cuda:0", "cuda:0"))
+    bad = check_allocator(split, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    assert bad.failed and "unset PYTORCH_CUDA_ALLOC_CONF" in bad.remedy
+    colocated = Topology(0, 1, False, ("cuda:0",))
+    assert not check_allocator(colocated, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}).failed
+    assert check_space(tmp_path / "runs" / "a", 1 << 60, 4).failed
+    growth, peak = check_memory(torch.device("cpu"), 100, 2100, 20, 1 << 60, 0)
+    assert growth.failed and "100 bytes more" in growth.cause and peak.failed
+    mode, settings = check_mode("compile", True, {"_dynamo.config.recompile_limit": "77"})
+    assert mode.state == "pass" and settings.failed and "recompile_limit" in settings.cause
+    assert not any(v.failed for v in check_mode("compile", False, {"_dynamo.config.recompile_limit": "77"}))
+
+
+def test_lines_of_several_workers_are_merged_where_they_agree():
+    same = [passed("mode", "eager"), passed("peak", "1 GiB")]
+    other = [passed("mode", "eager"), failed("peak", "9 GiB", "too much", "buy more")]
+    lines = merge([("trainer 0", same), ("trainer 1", other)])
+    assert [(v.name, v.worker) for v in lines] == [
+        ("mode", "trainer 0, trainer 1"), ("peak", "trainer 0"), ("peak", "trainer 1"),
+    ]  # fmt: skip
+    text = render(lines)
+    assert "FAIL peak" in text and "why: too much" in text and "do:  buy more" in text
+    assert text.endswith("2 passed, 1 failed, 0 not checked here")
+
+
+def test_exit_code_and_the_file_in_the_run_directory(tmp_path, capsys):
+    assert finish([passed("mode", "eager")], {"both 0": {"step_seconds": 0.1}}, tmp_path / "good", False) == 0
+    assert finish([failed("mode", "x", "why", "what")], {}, tmp_path / "bad", True) == 1
+    written = json.loads((tmp_path / "good" / "doctor.json").read_text())
+    assert written["figures"]["both 0"]["step_seconds"] == 0.1 and written["verdicts"][0]["state"] == "pass"
+    out = capsys.readouterr().out
+    assert "1 passed, 0 failed, 0 not checked here: go" in out and '"state": "fail"' in out
+
+
+def test_the_quick_half_starts_no_worker(place, tmp_path):
+    verdicts = quick(recipe(place), tmp_path / "run")
+    names = [v.name for v in verdicts]
+    assert {"layer ids", "mask token", "chat template", "allocator settings", "disk space", "memory, cpu"} <= set(names)
+    assert not any(v.failed for v in verdicts) and not (tmp_path / "run").exists()
+
+
+def doctor(place: Path, run: Path, *words: str) -> tuple[int, list[dict]]:
+    """The command itself: exit code and the lines that it leaves in the run directory."""
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", str(place / "recipe.toml"), "--run", str(run), *SMALL, *words])
+    return end.value.code, json.loads((run / "doctor.json").read_text())["verdicts"]
+
+
+def passes(place: Path, run: Path, workers: set[str], *words: str) -> list[dict]:
+    code, lines = doctor(place, run, *words)
+    assert code == 0, [line for line in lines if line["state"] == "fail"]
+    seen = {name for line in lines for name in line["worker"].split(", ") if name}
+    assert seen == workers
+    assert [p.name for p in run.parent.glob(".*doctor*")] == []
+    return lines
+
+
+def test_threads_pass_and_a_run_may_begin_in_the_directory_afterwards(place, tmp_path, capsys):
+    words = ["--topology.targets", "1", "--topology.trainers", "2", "--topology.workers", "threads"]
+    lines = passes(place, tmp_path / "run", {"target 0", "trainer 0", "trainer 1"}, *words)
+    assert any(line["name"] == "link, all-reduce" for line in lines)
+    assert "0 failed" in capsys.readouterr().out
+    open_run(tmp_path / "run", recipe(place), False)
+
+
+def test_split_processes_pass(place, tmp_path):
+    words = ["--topology.targets", "1", "--topology.trainers", "1"]
+    lines = passes(place, tmp_path / "run", {"target 0", "trainer 0"}, *words)
+    by_name = {line["name"]: line for line in lines}
+    assert by_name["taps"]["worker"] == "target 0" and by_name["link, taps"]["state"] == "pass"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("targets", "trainers", "workers"), [(0, 2, "processes"), (2, 2, "processes"), (0, 2, "threads"), (3, 2, "threads")]
+)
+def test_every_topology_passes(place, tmp_path, targets, trainers, workers):
+    role = "trainer" if targets else "both"
+    names = {f"target {i}" for i in range(targets)} | {f"{role} {i}" for i in range(trainers)}
+    words = ["--topology.targets", str(targets), "--topology.trainers", str(trainers), "--topology.workers", workers]
+    passes(place, tmp_path / "run", names, *words)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", ["processes", "threads"])
+def test_mode_compile_passes_with_its_compiler(place, tmp_path, workers):
+    words = ["--run.mode", "compile", "--topology.trainers", "2", "--topology.workers", workers]
+    lines = passes(place, tmp_path / "run", {"both 0", "both 1"}, *words)
+    by_name = {line["name"]: line for line in lines}
+    assert by_name["compiled once"]["state"] == by_name["compile lock"]["state"] == "pass"
+
+
+def test_train_refuses_what_the_quick_half_finds(place, tmp_path, capsys):
+    words = ["train", str(place / "recipe.toml"), "--run", str(tmp_path / "run"), "--drafter.layers", "300000"]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2 and not (tmp_path / "run").exists()
+    assert "(--unchecked trains all the same)" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_train_takes_the_topology_that_plan_ranks_first(place, tmp_path):
+    words = ["train", str(place / "recipe.toml"), "--run", str(tmp_path / "run"), "--topology", "auto"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, *SMALL, "--optim.steps", "2"])
+    assert end.value.code == 0
+    resolved = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]["topology"]
+    assert (resolved["targets"], resolved["trainers"]) == (0, 1)
