@@ -112,3 +112,20 @@ def ended(numbers: list[int], seconds: float = 5.0) -> bool:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
+
+
+def agents_of(place: Path, c: config.Config, name: str, shared: bool = True) -> list[subprocess.Popen]:
+    """Two torchrun agents on this machine as two hosts, with one run directory NAME, or NAME_0 and NAME_1."""
+    command(place, place / name, c)
+    started = []
+    for host in range(2):
+        path = place / name if shared else place / f"{name}_{host}"
+        argv = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+            f"--nproc-per-node={c.topology.targets + c.topology.trainers}", "--rdzv-backend=c10d", f"--rdzv-id={name}",
+            f"--rdzv-endpoint={place / name}.store", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1",
+            "-m", "draftsmith.worker", str(place / f"{name}.json"), "--run-directory", str(path),
+        ]  # fmt: skip
+        out = (place / f"{name}_{host}.out").open("w")
+        started.append(subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}))
+    return started

@@ -1,8 +1,6 @@
 """The same losses in every topology: threads, processes, split, colocated, two hosts; resumed in another one."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from draftsmith.errors import UserError
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED
 from draftsmith.topology import Place, resolve_topology
 from draftsmith.train import train
-from pipeline import acceptance, command, losses, make_place, recipe, records, same, weights
+from pipeline import acceptance, agents_of, command, losses, make_place, recipe, records, same, weights
 
 STEPS = 6
 SHAPES = [(0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2), (3, 2), (0, 3)]  # (targets, trainers)
@@ -87,29 +85,15 @@ def test_resumed_in_another_topology(place):
     check_bitwise(parts, whole, 20)
 
 
-def agents(place: Path, c, name: str, shared: bool) -> list[Path]:
-    """Two torchrun agents on this machine as two hosts; one run directory, or one each."""
-    command(place, place / name, c)
-    endpoint = place / f"{name}.store"
-    started, paths = [], []
-    for host in range(2):
-        path = place / name if shared else place / f"{name}_{host}"
-        paths.append(path)
-        argv = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-            f"--nproc-per-node={c.topology.targets + c.topology.trainers}", "--rdzv-backend=c10d", f"--rdzv-id={name}",
-            f"--rdzv-endpoint={endpoint}", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1",
-            "-m", "draftsmith.worker", str(place / f"{name}.json"), "--run-directory", str(path),
-        ]  # fmt: skip
-        out = (place / f"{name}_{host}.out").open("w")
-        started.append(subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}))
-    for host, process in enumerate(started):
+def two_hosts(place: Path, c, name: str, shared: bool) -> list[Path]:
+    """Run directories of the two hosts, the same one twice if it is shared."""
+    for host, process in enumerate(agents_of(place, c, name, shared)):
         assert process.wait(200) == 0, (place / f"{name}_{host}.out").read_text()
-    return paths
+    return [place / name if shared else place / f"{name}_{host}" for host in range(2)]
 
 
 def test_two_agents_as_two_hosts_with_directories_of_their_own(place, runs):
-    paths = agents(place, recipe(place, 0, 1, "processes"), "hosts", shared=False)
+    paths = two_hosts(place, recipe(place, 0, 1, "processes"), "hosts", shared=False)
     (writer,) = [path for path in paths if records(path, "step")]
     check_bitwise(writer, runs[0, 2])
 
@@ -124,7 +108,7 @@ def test_every_shape_as_processes(place, runs, targets, trainers):
 
 @pytest.mark.long
 def test_two_hosts_with_a_split_each_and_a_shared_directory(place, runs):
-    path, _ = agents(place, recipe(place, 1, 1, "processes"), "split_hosts", shared=True)
+    path, _ = two_hosts(place, recipe(place, 1, 1, "processes"), "split_hosts", shared=True)
     check_bitwise(path, runs[0, 2])
 
 

@@ -28,6 +28,9 @@ COMMANDS = {
     "train": Command("train a recipe", "options:TrainOptions", "train:main"),
     "bench step": Command("speed of the training step, with its ceilings", "bench:BenchStepOptions", "bench:main"),
     "bench target": Command("speed of the prefill, with its ceilings", "bench_target:BenchTargetOptions", "bench_target:main"),
+    "bench pipeline": Command(
+        "speed of whole runs on random weights", "bench_pipeline:BenchPipelineOptions", "bench_pipeline:main"
+    ),
     "stop": Command("ask a run to checkpoint and end", "options:StopOptions", "launch:stop"),
     "evaluate": Command("draft-and-verify decoding: acceptance length", "options:EvaluateOptions", "evaluate:main"),
     "export": Command("write a layout that servers load", "options:ExportOptions", "export:main"),

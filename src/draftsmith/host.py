@@ -77,6 +77,17 @@ class Worker:
     resumes: bool
     profile: str | None = None
     """Steps to profile, of the first trainer."""
+    all_set_up: threading.Barrier | None = None
+    """Of the workers in threads."""
+
+    def meet(self) -> None:
+        """Call it when models are loaded, compiled and captured: a thread that uses the GPU, however little, breaks the
+        capture of another one."""
+        if self.all_set_up is not None:
+            try:
+                self.all_set_up.wait()
+            except threading.BrokenBarrierError:
+                raise PeerLost("another worker thread is gone or silent") from None
 
 
 class Notes:
@@ -126,11 +137,12 @@ def run_places(
     mails = mails or (thread_mails(places, run.attempt, patience) if places[0].topology.targets else [])
     quiet = Notes(None, None) if len(places) > 1 else console
     trainers = [place for place in places if place.role != "target"]
+    barrier = threading.Barrier(len(places), timeout=patience.first) if len(places) > 1 else None
     workers = [
         Worker(
             job, run, place, stop, console if place.is_first else quiet,
             team.member(trainers.index(place)) if place in trainers else None, mails[i] if mails else None, resume,
-            profile if place.is_first else None,
+            profile if place.is_first else None, barrier,
         )
         for i, place in enumerate(places)
     ]  # fmt: skip
@@ -191,11 +203,14 @@ class Threads:
             stack.push(self._keep)
             self._codes[worker.place.name] = play(worker)
 
-    def _keep(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> bool:
+    def _keep(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> bool:
         """A thread's error is raised in the caller's thread instead of being printed in its own."""
         if error is not None:
             self._errors.append(error)
             self._team.abort()
+            self._workers[0].all_set_up.abort()
         return True
 
 

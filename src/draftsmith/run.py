@@ -101,8 +101,10 @@ def join_run(path: Path, config: Config, attempt: int) -> RunDirectory:
     """The run that another host has opened, in this host's own directory, or in the same one if it is shared."""
     for part in ("events", "checkpoints", f"logs/attempt_{attempt}"):
         (path / part).mkdir(parents=True, exist_ok=True)
-    if not (path / "config.json").exists():
+    if read_owner(path) is None or not read_owner(path).is_alive():  # a directory of this host's own
+        (path / "stop").unlink(missing_ok=True)
         write_json(path / "config.json", {"recipe": config.to_dict(), "attempt": attempt, "provenance": provenance()})
+        write_json(path / "running.json", asdict(Owner(os.getpid(), platform.node(), start_time(os.getpid()) or 0)))
     return RunDirectory(path, attempt)
 
 

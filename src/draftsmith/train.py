@@ -149,6 +149,7 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
             checkpoint_activations=c.run.checkpoint_activations, mode=c.run.mode,
         )  # fmt: skip
         step.prepare()
+    worker.meet()
     for line in target.report() if target is not None else []:
         worker.console.note(line)
     units = job.units(run.path)
@@ -178,6 +179,8 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
 
 def restore(worker: Worker, step: TrainStep) -> int:
     """Give every trainer the newest complete checkpoint that one of them can see; returns its step, or 0."""
+    if worker.place.is_first:
+        checkpoint.sweep(worker.run.path)
     found = checkpoint.list_checkpoints(worker.run.path) if worker.resumes else []
     steps = worker.member.exchange(found[-1].step if found else 0)
     newest = max(steps)

@@ -105,7 +105,7 @@ def work(argv: list[str]) -> int:
         team = Team(topology.trainers if topology.threads else 1, groups, config.topology.first_patience)
         mails = meet_cell(world, places[0], run.attempt, config) if topology.targets and not topology.threads else None
         code = run_places(job, run, places, team, stop, console, resumes, mails, options.profile)
-        if any(place.is_first for place in places):
+        if any(place.role != "target" and place.index == 0 for place in places):
             write_outcome(run, code)
         return 0 if code == EXIT_STOPPED else code
     finally:
