@@ -27,7 +27,9 @@ COMMANDS = {
     "doctor": Command("prove a recipe in its topology before it is paid for", "options:DoctorOptions", "doctor:main"),
     "train": Command("train a recipe", "options:TrainOptions", "train:main"),
     "bench step": Command("speed of the training step, with its ceilings", "bench:BenchStepOptions", "bench:main"),
-    "bench target": Command("speed of the prefill, with its ceilings", "bench_target:BenchTargetOptions", "bench_target:main"),
+    "bench target": Command(
+        "speed of the prefill, with its ceilings", "bench_target:BenchTargetOptions", "bench_target:main"
+    ),
     "bench pipeline": Command(
         "speed of whole runs on random weights", "bench_pipeline:BenchPipelineOptions", "bench_pipeline:main"
     ),
