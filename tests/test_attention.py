@@ -1,4 +1,4 @@
-"""Draft-block attention: every implementation against a brute-force mask; work lists and block masks against the mask itself."""
+"""Draft-block attention: every implementation against a brute-force mask; work lists and block masks likewise."""
 
 import numpy as np
 import pytest

@@ -227,7 +227,11 @@ def test_texts_come_back_whole(target, tmp_path):
 
 def test_over_long_rows_may_be_truncated(target, tmp_path):
     """Cut where asked; a row whose supervised part lies past the limit is rejected with that reason."""
-    rows = [chat("hello", "there " * 500), chat("hello " * 500, "there you are"), chat("hello " * 50_000, "there you are")]
+    rows = [
+        chat("hello", "there " * 500),
+        chat("hello " * 500, "there you are"),
+        chat("hello " * 50_000, "there you are"),
+    ]
     (tmp_path / "a.jsonl").write_bytes(lines(*rows))
     report = run(target, tmp_path / "out", tmp_path / "a.jsonl", max_tokens=100, over_long="truncate")
     assert Corpus.open(tmp_path / "out", "train").lengths.max() == 100

@@ -47,7 +47,7 @@ def test_greedy_equals_the_targets_own_on_24_prompts(half_trained):
     [
         ("llama", True, 1, 4, (2,), (None,)),
         ("qwen3", True, 2, 16, (0, 1, 2, 3, 4, 5), (None, None)),
-        ("llama", False, 5, 8, (3, 1, 0), (4, None, 2, None, 3)),
+        ("llama", False, 5, 8, (3, 1, 0, 4), (4, None, 2, None, 3)),
     ],
 )
 def test_shapes(family, tied, layers, block, taps, windows):

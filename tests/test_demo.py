@@ -3,12 +3,14 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import rich.console
 
 from draftsmith import smollm
+from draftsmith.config import DataConfig
 from draftsmith.demo import FAMILY, FULL, QUICK, REPLY_BATCH, STAGES, Job, Sizes, run
 from draftsmith.demo_display import Display, Stage
 from draftsmith.demo_prompts import HELD_OUT_SHARE, demo_prompts
@@ -159,6 +161,22 @@ def test_interrupted_training_is_resumed(finished, cache, tmp_path):
 def test_another_size_does_not_go_on(finished, cache):
     with pytest.raises(UserError, match="holds a demo of another size"):
         run(Job(finished.out, QUICK, cache))
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "recipes").glob("*.toml")), ids=lambda p: p.stem)
+def test_recipes_parse_and_train_a_toy(path, finished, tmp_path):
+    """Every recipe of the repository, with the toy for its target and small units, takes two steps."""
+    from draftsmith.config import load
+    from draftsmith.run import EXIT_DONE
+    from draftsmith.train import train
+
+    recipe = load(path)
+    target = replace(recipe.target, model=str(finished.target()), taps=(1, 3), mask_token=260, template_options={})
+    unit = replace(recipe.unit, tokens=512, anchors=16, per_step=2)
+    config = replace(
+        recipe, target=target, data=DataConfig(str(finished.corpus)), unit=unit, optim=replace(recipe.optim, steps=2)
+    )
+    assert train(config, tmp_path / "run") == EXIT_DONE
 
 
 @pytest.mark.long

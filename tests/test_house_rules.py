@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "draftsmith").rglob("*.py"))
-LONG_FUNCTIONS = {"train": 100, "accumulate": 100}  # the loop and the step
+LONG_FUNCTIONS = {"train_steps": 100, "accumulate": 100, "_backward_rows": 70}  # the loop, the step, one GPU kernel
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src" / "draftsmith")))
@@ -37,7 +37,7 @@ def test_a_file_is_short_plain_and_explained(path):
             first = getattr(node.args[0], "id", "")
             if first in ("cfg", "config", "args", "options"):
                 wrong.append(f"line {node.lineno}: getattr({first}, ...)")
-    for word in ("NotImplementedError", "TODO", "FIXME"):
+    for word in ("raise NotImplementedError", "TODO", "FIXME"):
         if word in text:
             wrong.append(word)
     assert not wrong, f"{path.name}: {wrong}"

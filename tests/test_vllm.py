@@ -55,8 +55,9 @@ def test_vllm_decodes_as_we_do(tmp_path, family, layout, window, alone):
     (tmp_path / "job.json").write_text(json.dumps(job))
     script = Path(__file__).with_name("vllm_serve.py")
     done = subprocess.run(
-        [PYTHON, script, tmp_path / "job.json", tmp_path / "out.json"], capture_output=True, text=True, cwd=tmp_path
-    )
+        [PYTHON, script, tmp_path / "job.json", tmp_path / "out.json"], capture_output=True, text=True, cwd=tmp_path,
+        stdin=subprocess.DEVNULL, start_new_session=True,  # a terminal may suspend the engine when it shuts down
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads((tmp_path / "out.json").read_text())
     # vLLM always drafts whole blocks and cuts at the limit afterwards; so do we, with room beyond it.

@@ -73,7 +73,8 @@ class BlockAttention:
         """(rows, rows of the backward pass, keys): the kernels' work lists; empty where the reference does the work."""
         if self.tiles is None:
             return (anchors.new_empty(0),) * 3
-        from draftsmith.attention_triton import blocks_per_tile, key_plan, row_plan
+        from draftsmith.attention_plan import key_plan, row_plan
+        from draftsmith.attention_triton import blocks_per_tile
 
         t, s = self.tiles, self.shape
         blocks = blocks_per_tile(s.num_heads, s.num_kv_heads, s.block_size)

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.fused import fits, norm_rotate
@@ -257,7 +256,7 @@ def init_random(drafter: DFlash, seed: int, std: float = 0.02) -> None:
 
 
 def to_zlab(state: dict[str, Tensor], shape: DFlashShape) -> dict[str, Tensor]:
-    """Our parameter names and fused weights -> z-lab's 11 tensors a layer + 3 (spec section 3.1). Also fits optimizer moments."""
+    """Our parameter names and fused weights -> z-lab's 11 tensors a layer + 3. Also fits optimizer moments."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     out: dict[str, Tensor] = {}
     for name, tensor in state.items():
