@@ -147,3 +147,11 @@ def test_sigterm_checkpoints_and_exits_3_and_resume_finishes(place, tmp_path):
     assert "go on with --resume" in rest
     (saved,) = checkpoint.list_checkpoints(run)
     assert saved.step >= 1
+
+
+@pytest.mark.parametrize("layers", [3, 4, 5])
+def test_a_small_target_gets_the_taps_it_has(place, tmp_path, layers):
+    target = toy_target(tmp_path / "target", layers=layers)
+    write_recipe(InitOptions(target=str(target), corpus=place / "corpus", out=tmp_path / "recipe.toml"))
+    taps = config.load(tmp_path / "recipe.toml").target.taps
+    assert len(set(taps)) == len(taps) >= 1 and all(0 <= t < layers for t in taps)

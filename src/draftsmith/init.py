@@ -66,7 +66,7 @@ def write_recipe(options: InitOptions) -> None:
     block = options.block or (8 if small else 16)
     mask_token, mask_reason = find_mask_token(directory)
     gamma, gamma_reason = _gamma(block)
-    taps = default_taps(facts.num_layers, max(layers, 3))
+    taps = default_taps(facts.num_layers, max(1, min(max(layers, 3), facts.num_layers - 3)))  # small targets have few
     unit = propose_unit(corpus, block, device)
     lines = [
         f"# Written by `draftsmith init {options.target} {options.corpus}`. Any key may be changed, here or as a flag.",

@@ -5,6 +5,7 @@ positions follow from it on every machine. Keys come from a counter hash, never 
 versions and thread counts cannot change them; UNIT_LAW names the algorithm and golden values in tests hold it.
 """
 
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -208,7 +209,7 @@ class PlanCache:
                 return [row.tolist() for row in np.split(data["documents"], data["ends"][:-1])]
         rows = plan()
         self.directory.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{id(rows):x}.npz")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{id(rows):x}.npz")
         ends = np.cumsum([len(r) for r in rows])
         np.savez(temporary, documents=np.concatenate([np.asarray(r, np.int64) for r in rows]), ends=ends)
         temporary.replace(path)
