@@ -100,7 +100,7 @@ class Job:
             target=replace(config.target, dtype=dtype),
             unit=replace(config.unit, tokens=sizes.tokens, anchors=sizes.anchors, anchor_rate=None),
             optim=replace(config.optim, steps=sizes.steps),
-            run=replace(config.run, evaluate_every=quarter, evaluate_units=4, save_every=quarter),
+            run=replace(config.run, evaluate_every=quarter, evaluate_units=1, save_every=quarter),
         )
 
 
