@@ -13,7 +13,7 @@ from pathlib import Path
 
 from draftsmith.config import Config
 from draftsmith.console import Console
-from draftsmith.doctor_checks_device import changed_settings, check_allocator, check_peers, check_space
+from draftsmith.doctor_checks_device import check_allocator, check_peers, check_space, compiler_settings
 from draftsmith.doctor_checks_target import check_words
 from draftsmith.doctor_run import Findings, Order, steps_needed
 from draftsmith.doctor_verdict import Verdict, failed, judge, merge, render
@@ -73,7 +73,7 @@ def examine(config: Config, path: Path, recipe: Path, console: Console) -> tuple
     scratch = path.parent / f".{path.name}.doctor.{os.getpid()}"
     run = RunDirectory(scratch, 0)
     try:
-        Order(predicted(needed, topology), changed_settings()).write(run)
+        Order(predicted(needed, topology), compiler_settings()).write(run)
     except OSError as error:
         raise UserError(f"{scratch}: cannot be written: {error}") from None
     trouble: list[Verdict] = []

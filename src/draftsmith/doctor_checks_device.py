@@ -34,14 +34,15 @@ def check_mode(mode: Resolved, threads: bool, main_settings: Mapping[str, str]) 
     extra = ", and one torch.cuda.CUDAGraph for a micro-step and one for the update" if mode == "graph" else ""
     shown = ", ".join(f"{k} = {v}" for k, v in options.items()) or "Inductor's defaults"
     verdicts = [passed("mode", f"{mode}: {shown}{extra}; {trust}")]
-    mine = changed_settings()
-    differ = sorted(k for k in {*mine, *main_settings} if mine.get(k) != main_settings.get(k))
-    seen = ", ".join(f"{k} = {v}" for k, v in mine.items()) or "none changed"
+    mine = compiler_settings()
+    differ = sorted(k for k, value in main_settings.items() if mine.get(k) != value)
+    shown = ", ".join(f"{k} = {mine.get(k)} instead of {main_settings[k]}" for k in differ[:3])
     verdicts.append(
         judge(
             "compiler settings",
             not (threads and differ),
-            f"in the thread that compiles: {seen}",
+            f"{len(mine)} settings in the thread that compiles, "
+            + (f"{len(differ)} unlike the main thread's: {shown}" if differ else "all as in the main thread"),
             f"{differ[0] if differ else ''} was set in the main thread and does not hold in this one (torch >= 2.12 keeps "
             "settings per thread)",
             "set it with an environment variable, or in the thread that compiles",
@@ -50,14 +51,18 @@ def check_mode(mode: Resolved, threads: bool, main_settings: Mapping[str, str]) 
     return verdicts
 
 
-def changed_settings() -> dict[str, str]:
-    """Settings of the compiler that differ from their defaults in the calling thread."""
+def compiler_settings() -> dict[str, str]:
+    """Every plain setting of the compiler as the calling thread sees it."""
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
-    lines = (dynamo.codegen_config() + "\n" + inductor.codegen_config()).splitlines()
-    pairs = (line.split(" = ", 1) for line in lines if " = " in line)
-    return {name.removeprefix("torch."): value for name, value in pairs}
+    plain = (bool, int, float, str, type(None))
+    return {
+        f"{module.__name__.removeprefix('torch.')}.{name}": repr(value)
+        for module in (dynamo, inductor)
+        for name, value in module.get_config_copy().items()
+        if isinstance(value, plain)
+    }
 
 
 def check_replay(mode: Resolved, seen: Launches | None, micro_steps: int, updates: int) -> Verdict:

@@ -88,7 +88,7 @@ class Order:
     predicted: dict[str, int]
     """plan's peak bytes by role: of the tensors on a GPU, of the process on the CPU."""
     settings: dict[str, str]
-    """The compiler settings that differ from their defaults in the launcher's main thread."""
+    """The compiler's settings as the launcher's main thread sees them."""
 
     def write(self, run: RunDirectory) -> None:
         run.logs.parent.mkdir(parents=True, exist_ok=True)
