@@ -23,6 +23,9 @@ COMMANDS = {
     "demo": Command("the whole job on this machine with a small real model", "options:DemoOptions", "demo:main"),
     "init": Command("write a recipe for a target and a corpus", "options:InitOptions", "init:main"),
     "prepare": Command("conversations -> token shards", "data.options:PrepareOptions", "data.prepare:main"),
+    "regenerate": Command(
+        "replace assistant turns by the target's own replies", "data.options:RegenerateOptions", "data.regenerate:main"
+    ),
     "plan": Command("predict memory, time and the best topology", "options:PlanOptions", "plan:main"),
     "doctor": Command("prove a recipe in its topology before it is paid for", "options:DoctorOptions", "doctor:main"),
     "train": Command("train a recipe", "options:TrainOptions", "train:main"),

@@ -33,7 +33,7 @@ _THINK_END = "</think>"
 @dataclass(frozen=True)
 class Conversation:
     """Messages as chat templates take them: role, content, and where given reasoning_content, tool_calls, name,
-    tool_call_id."""
+    tool_call_id; `cut` where a reply ended at a token limit and has no end of its own."""
 
     messages: list[Message]
     tools: list[Any] | None
@@ -121,7 +121,8 @@ def _prompt_row(row: dict[str, Any], rules: RowRules) -> Conversation:
         turns = row["turns"]
         if not isinstance(turns, list) or not all(isinstance(t, str) for t in turns):
             raise Rejection("bad-content", "turns must be a list of texts")
-        return _conversation(_system(row) + [{"role": "user", "content": t} for t in turns], row, rules)
+        asked = [turn for text in turns for turn in _pair(text, "")][:-1]
+        return _conversation(_system(row) + asked, row, rules)
     prompt, response = _first(row, *PROMPTS), _first(row, *RESPONSES)
     before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if response is None and rules.prompts:
@@ -219,15 +220,17 @@ def _message(turn: Any, number: int, rules: RowRules) -> tuple[Message, bool]:
         reasoning = reasoning or _first(turn, *_REASONING)
         if reasoning is not None and not isinstance(reasoning, str):
             raise Rejection("bad-content", f"turn {number}: reasoning is {_kind(reasoning)}")
-        if content is None and not calls and not reasoning:
+        if content is None and not calls and not reasoning and not rules.prompts:
             raise Rejection("null-content", f"turn {number}")
         message["content"] = content or ""
         if rules.drop_reasoning:
             message["content"], reasoning = message["content"].rpartition(_THINK_END)[2], None
-        if not message["content"].strip() and not calls and not (reasoning or "").strip():
+        empty = not message["content"].strip() and not calls and not (reasoning or "").strip()
+        if empty and not rules.prompts:
             raise Rejection("empty-assistant", f"turn {number}")
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
+        message |= {"cut": True} if turn.get("finish_reason") == "length" else {}
     elif content is None:
         raise Rejection("null-content", f"turn {number}")
     if role == "tool":

@@ -101,7 +101,7 @@ class Masker:
                 raise Rejection("mask-not-proved", f"turn {i}: what is rendered before it is no prefix of the whole")
             if i == last and start[1]:
                 notes.append("prompt-tail-left-out")
-            spans.append((before + start[0], after + end))
+            spans.append((before + start[0], after + (0 if row.marked[i].get("cut") else end)))
         return spans, notes
 
     def _start(self, row: "_Row", i: int, opening: str) -> tuple[int, int] | None:
@@ -180,6 +180,7 @@ class Masker:
         end = self._end(row, last, text[after:], True)
         if final + 1 != len(regions) or start is None or start[1] or end is None:
             raise Rejection("mask-not-proved", f"turn {last}: what is rendered before it is no prefix of the whole")
+        end = 0 if row.marked[last].get("cut") else end
         begin, stop, asked = before + start[0], after + end, read_marks(prompt, row.owners)
         move = len(asked.text) - begin
         cuts = [*asked.cuts, *(c + move for c in row.layout.cuts if begin < c < stop)]
@@ -202,6 +203,12 @@ class Masker:
                 raise Rejection("mask-not-proved", f"turn {i}: what is rendered before it is no prefix of the whole")
             spans.append((len(before), self._turn_end(text, len(before), len(after))))
         return spans
+
+    def prompt(self, messages: list[Message], tools: list[Any] | None) -> Rendered:
+        """What a server renders to ask for the next turn; special tokens' text in it stays text."""
+        guarded = guard_all([self._with_reasoning(m) for m in messages], self._guard)
+        layout = read_marks(self._tagged.render(guarded, guard_all(tools, self._guard), prompt=True), [])
+        return Rendered(layout.text, [], layout.cuts)
 
     def _guard(self, text: str) -> str:
         """Put a cut into every special token's text, but for reasoning tags, which templates look for."""

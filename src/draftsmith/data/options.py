@@ -60,3 +60,43 @@ class PrepareOptions:
     """Replace an existing corpus, once the new one is complete."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model's tokenizer."""
+
+
+@dataclass(frozen=True)
+class RegenerateOptions:
+    """Replaces assistant turns by the target's own replies, turn by turn; goes on where it was interrupted."""
+
+    sources: Positional[tuple[str, ...]]
+    """As in `prepare`; rows may also be prompts without replies."""
+    out: Path
+    """JSONL file to write, in the rows' order; complete or absent."""
+    endpoint: str | None = None
+    """OpenAI-compatible server, e.g. http://localhost:8000/v1."""
+    model: str | None = None
+    """Without --endpoint: the target, a directory or hub id, which then replies in this process. With it: the name the
+    server knows the model by (default: the first it lists)."""
+    revision: str | None = None
+    """Hub revision of the target, in process."""
+    api_key_file: Path | None = None
+    """File whose first line is the server's API key."""
+    concurrency: int = 64
+    """Requests at a time, or prompts decoded together in process."""
+    retries: int = 6
+    """Further attempts at a request that failed for a reason that may pass; the waits between them double, from 1 s."""
+    timeout: float = 600.0
+    """Seconds that one request may take."""
+    max_new_tokens: int = 1024
+    """Longest reply in tokens."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    template_options: dict[str, bool | int | str] = field(default_factory=dict)
+    """Options for the chat template, e.g. enable_thinking False; give `prepare` the same."""
+    chat_template: Path | None = None
+    """Chat template file, in process."""
+    format: Format = "auto"
+    """As in `prepare`."""
+    shape: Shape = "auto"
+    """As in `prepare`."""
+    overwrite: bool = False
+    """Replace an existing file, once the new one is complete."""
