@@ -13,25 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith import config
-from draftsmith.data.options import PrepareOptions
-from draftsmith.data.prepare import prepare
-from draftsmith.init import write_recipe
-from draftsmith.options import InitOptions
 from draftsmith.run import start_time, write_json
-from toy import toy_conversations, toy_target
-
-
-def make_place(place: Path) -> Path:
-    """target/, corpus/ and recipe.toml in `place`."""
-    toy_target(place / "target", hidden=32, layers=6)
-    toy_conversations(place / "chat.jsonl")
-    prepare(
-        PrepareOptions(
-            sources=(str(place / "chat.jsonl"),), model=str(place / "target"), out=place / "corpus", held_out=0.1
-        )
-    )
-    write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
-    return place
 
 
 def recipe(place: Path, targets: int = 0, trainers: int = 1, workers: str = "threads", steps: int = 6, **run):

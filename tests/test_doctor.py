@@ -17,8 +17,6 @@ import torch
 
 from draftsmith import config
 from draftsmith.__main__ import main
-from draftsmith.data.options import PrepareOptions
-from draftsmith.data.prepare import prepare
 from draftsmith.doctor import finish, quick, shortened
 from draftsmith.doctor_checks import check_compilations
 from draftsmith.doctor_checks_device import (
@@ -33,10 +31,8 @@ from draftsmith.doctor_run import Findings, examine
 from draftsmith.doctor_verdict import Verdict, failed, merge, passed, render
 from draftsmith.events import EventLog
 from draftsmith.host import Notes, Worker
-from draftsmith.init import write_recipe
 from draftsmith.job import open_job, topology_of
 from draftsmith.loop import Loader, StopRequest
-from draftsmith.options import InitOptions
 from draftsmith.run import open_run
 from draftsmith.step import TrainStep
 from draftsmith.step_modes import COMPILE_LOCK
@@ -44,7 +40,7 @@ from draftsmith.target import Target
 from draftsmith.team import Team
 from draftsmith.topology import Place, Topology
 from draftsmith.train import set_up
-from toy import toy_conversations, toy_target
+from toy import toy_place
 
 SMALL = ["--unit.tokens", "256", "--unit.anchors", "8", "--drafter.layers", "1", "--run.threads", "1"]
 
@@ -52,16 +48,7 @@ SMALL = ["--unit.tokens", "256", "--unit.anchors", "8", "--drafter.layers", "1",
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A directory with target/, corpus/ and recipe.toml."""
-    place = tmp_path_factory.mktemp("doctor")
-    toy_target(place / "target")
-    toy_conversations(place / "chat.jsonl")
-    prepare(
-        PrepareOptions(
-            sources=(str(place / "chat.jsonl"),), model=str(place / "target"), out=place / "corpus", held_out=0.1
-        )
-    )
-    write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
-    return place
+    return toy_place(tmp_path_factory.mktemp("doctor"))
 
 
 def recipe(place: Path) -> config.Config:

@@ -9,7 +9,8 @@ from draftsmith.errors import UserError
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED
 from draftsmith.topology import Place, resolve_topology
 from draftsmith.train import train
-from pipeline import acceptance, agents_of, command, losses, make_place, recipe, records, same, weights
+from pipeline import acceptance, agents_of, command, losses, recipe, records, same, weights
+from toy import toy_place
 
 STEPS = 6
 SHAPES = [(0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2), (3, 2), (0, 3)]  # (targets, trainers)
@@ -17,7 +18,7 @@ SHAPES = [(0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2), (3, 2), (0, 3)]  # (ta
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    return make_place(tmp_path_factory.mktemp("pipeline"))
+    return toy_place(tmp_path_factory.mktemp("pipeline"), hidden=32)
 
 
 @pytest.fixture(scope="module")

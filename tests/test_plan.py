@@ -11,13 +11,9 @@ import torch
 from draftsmith import config
 from draftsmith.__main__ import main
 from draftsmith.attention import BlockAttention
-from draftsmith.data.options import PrepareOptions
-from draftsmith.data.prepare import prepare
 from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
 from draftsmith.errors import UserError
-from draftsmith.init import write_recipe
 from draftsmith.loss import Head
-from draftsmith.options import InitOptions
 from draftsmith.plan import best_topology, make_plan
 from draftsmith.plan_memory import (
     Compute,
@@ -38,7 +34,7 @@ from draftsmith.step import Tables, TrainStep, draft_states
 from draftsmith.target import Target
 from draftsmith.unit import UnitSequence, UnitShape
 from live_bytes import kept_by_autograd, peak_of
-from toy import random_corpus, toy_conversations, toy_target
+from toy import random_corpus, toy_place
 
 
 def drafter_shape(hidden=64, inner=160, layers=3, vocab=264, block=8, taps=3) -> DFlashShape:
@@ -144,16 +140,7 @@ def test_what_stays_is_counted_to_the_byte():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A directory with target/, corpus/ and recipe.toml."""
-    place = tmp_path_factory.mktemp("plan")
-    toy_target(place / "target")
-    toy_conversations(place / "chat.jsonl")
-    prepare(
-        PrepareOptions(
-            sources=(str(place / "chat.jsonl"),), model=str(place / "target"), out=place / "corpus", held_out=0.1
-        )
-    )
-    write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
-    return place
+    return toy_place(tmp_path_factory.mktemp("plan"))
 
 
 def test_target_size_and_prefill_are_the_loaded_models(place):

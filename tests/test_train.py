@@ -13,29 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith import checkpoint, config
-from draftsmith.data.options import PrepareOptions
-from draftsmith.data.prepare import prepare
 from draftsmith.errors import UserError
 from draftsmith.init import write_recipe
 from draftsmith.options import InitOptions
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED
 from draftsmith.train import train
-from toy import toy_conversations, toy_target
+from toy import toy_place, toy_target
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A directory with target/, corpus/ and recipe.toml."""
-    place = tmp_path_factory.mktemp("run")
-    toy_target(place / "target")
-    toy_conversations(place / "chat.jsonl")
-    prepare(
-        PrepareOptions(
-            sources=(str(place / "chat.jsonl"),), model=str(place / "target"), out=place / "corpus", held_out=0.1
-        )
-    )
-    write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
-    return place
+    return toy_place(tmp_path_factory.mktemp("run"))
 
 
 def recipe(place: Path, steps: int = 20, **keys) -> config.Config:

@@ -105,3 +105,17 @@ def toy_conversations(path: Path, count: int = 120, seed: int = 0) -> Path:
             ]
             out.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def toy_place(place: Path, hidden: int = 64) -> Path:
+    """What a run starts from, made by the real commands: target/, corpus/ and recipe.toml in `place`."""
+    from draftsmith.data.options import PrepareOptions
+    from draftsmith.data.prepare import prepare
+    from draftsmith.init import write_recipe
+    from draftsmith.options import InitOptions
+
+    target, corpus = toy_target(place / "target", hidden=hidden), place / "corpus"
+    chat = toy_conversations(place / "chat.jsonl")
+    prepare(PrepareOptions(sources=(str(chat),), model=str(target), out=corpus, held_out=0.1))
+    write_recipe(InitOptions(target=str(target), corpus=corpus, out=place / "recipe.toml"))
+    return place

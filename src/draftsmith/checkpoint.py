@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.disk import flush
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -227,15 +228,6 @@ def _unwritten(final: Path, reason: object) -> UserError:
         f"{final}: the checkpoint could not be written: {reason}; "
         "earlier checkpoints are untouched, free some space and go on with --resume"
     )
-
-
-def flush(path: Path) -> None:
-    """fsync a file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def prune(run: Path, keep_last: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith import checkpoint, models
+from draftsmith.disk import flush
 from draftsmith.drafters.dflash import DFlash, from_zlab, to_zlab
 from draftsmith.errors import UserError
 from draftsmith.layouts import (
@@ -251,7 +252,7 @@ def _write(out: Path, tensors: dict[str, Tensor], files: dict[str, dict], check)
         (temporary / "model.safetensors").chmod((temporary / METADATA).stat().st_mode)
         check(temporary)
         for path in (*temporary.iterdir(), temporary):
-            checkpoint.flush(path)
+            flush(path)
         if out.is_dir():
             out.rmdir()  # empty: it was checked
         temporary.rename(out)

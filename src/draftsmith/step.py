@@ -9,6 +9,7 @@ update) can be one CUDA graph: it launches once, allocates nothing and never wai
 """
 
 from dataclasses import dataclass
+from math import cos, pi
 
 import torch
 from torch import Tensor
@@ -254,8 +255,6 @@ def draft_states(
 
 def learning_rate(step: int, total: int, optim: OptimConfig) -> float:
     """Rate of optimizer step `step` (0-based) of `total`: linear warm-up, then cosine or warm-up-stable-decay."""
-    from math import cos, pi
-
     warmup = round(optim.warmup * total)
     if step < warmup:
         return optim.lr * (step + 1) / warmup

@@ -10,6 +10,7 @@ the other trainers are (none, threads, processes, other hosts) changes nothing i
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,6 +63,8 @@ class Workshop:
     events: EventLog
     writer: checkpoint.Writer | None
     """The first trainer's."""
+    about: dict[str, Any]
+    """What every checkpoint's state.json says besides its step."""
     target: Target | None
     """A colocated trainer's."""
     gauges: Gauges | None
@@ -166,6 +169,7 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
             f"unit.per_step = {plan.per_step} over {place.trainers} trainers is uneven: some wait for others"
         )
     writer = checkpoint.Writer(run.path, c.run.keep_last, step) if place.is_first else None
+    about = {"unit_law": UNIT_LAW, "recipe": c.to_dict(), "recipe_hash": config_hash(c), "provenance": provenance()}
     s = step.static
     if target is not None:
         taps: Taps = OwnTaps(lambda: target.prefill(s.ids, s.positions, s.documents, s.taps), events)
@@ -174,7 +178,7 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         items = (item for item in cell_items(plan, cell) if item.trainer == place.index)
         taps = MailedTaps(worker.mail.as_trainer(plan.start), items, s.taps, events)
     held_out = {row: job.held_out_row(row) for row in plan.held_out()}
-    return Workshop(worker, plan, units, held_out, step, taps, events, writer, target, gauges)
+    return Workshop(worker, plan, units, held_out, step, taps, events, writer, about, target, gauges)
 
 
 def restore(worker: Worker, step: TrainStep) -> int:
@@ -302,12 +306,5 @@ def save(shop: Workshop, done: int, acceptance: float | None) -> None:
     """The first trainer hands its state to the background writer, which drops checkpoints that are no longer kept."""
     if shop.writer is None:
         return
-    state = {
-        "acceptance_length": acceptance,
-        "unit_law": UNIT_LAW,
-        "recipe": shop.worker.job.config.to_dict(),
-        "recipe_hash": config_hash(shop.worker.job.config),
-        "provenance": provenance(),
-    }
     with shop.events.span("checkpoint", step=done):
-        shop.writer.start(done, state)
+        shop.writer.start(done, {"acceptance_length": acceptance, **shop.about})

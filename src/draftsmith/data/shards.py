@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from draftsmith.disk import flush
 from draftsmith.errors import UserError
 
 FORMAT = 1
@@ -183,7 +184,7 @@ class ShardWriter:
             _write(self.staging / name, content)
         for name in ("progress.json", "hashes.bin"):
             (self.staging / name).unlink(missing_ok=True)
-        _fsync_directory(self.staging)
+        flush(self.staging)
         old = self.out.with_name(f".{self.out.name}.old")
         if self.out.exists():
             if not self.overwrite:
@@ -191,7 +192,7 @@ class ShardWriter:
             shutil.rmtree(old, ignore_errors=True)
             os.rename(self.out, old)
         os.rename(self.staging, self.out)
-        _fsync_directory(self.out.parent)
+        flush(self.out.parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
@@ -280,11 +281,3 @@ def _write(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _fsync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

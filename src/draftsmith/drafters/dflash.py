@@ -6,7 +6,7 @@ rows [N, ...] and decoding with batches [P, B, ...]; only `attend` differs.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -57,10 +57,6 @@ class DFlashShape:
     @classmethod
     def from_dict(cls, values: dict) -> "DFlashShape":
         return cls(**{**values, "taps": tuple(values["taps"]), "windows": tuple(values["windows"])})
-
-    def with_block(self, block_size: int) -> "DFlashShape":
-        """The same weights used with a smaller block (spec section 4: fine up to the trained size)."""
-        return replace(self, block_size=block_size)
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:

@@ -1,0 +1,378 @@
+"""Stops, kills and restarts of real worker processes; checkpoints in the background."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith import checkpoint, launch
+from draftsmith.errors import UserError
+from draftsmith.loop import StopRequest
+from draftsmith.run import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER
+from draftsmith.train import train
+from pipeline import (
+    agents_of,
+    command,
+    ended,
+    kill,
+    losses,
+    pids,
+    read_until,
+    recipe,
+    records,
+    same,
+    start,
+    weights,
+)
+from test_checkpoint import make_step
+from test_checkpoint import train as take_steps
+from toy import toy_place
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return toy_place(tmp_path_factory.mktemp("lifecycle"), hidden=32)
+
+
+@pytest.fixture(scope="module")
+def uncut(place) -> Path:
+    """The run that nothing happens to, of one trainer."""
+    assert train(recipe(place, 1, 1, steps=STEPS), place / "uncut") == EXIT_DONE
+    return place / "uncut"
+
+
+def split(place: Path, **run):
+    return recipe(place, 1, 1, "processes", steps=STEPS, **{"save_every": 5} | run)
+
+
+def check_as_uncut(run: Path, uncut: Path) -> None:
+    assert losses(run) == losses(uncut)
+    assert same(weights(run, STEPS), weights(uncut, STEPS))
+
+
+def check_nothing_left(run: Path, attempts: int) -> None:
+    numbers = [pid for attempt in range(attempts) for pid in pids(run, attempt).values()]
+    assert len(numbers) >= attempts and ended(numbers)
+    assert not list((run / "checkpoints").glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("victim", ["target0", "trainer0"])
+def test_a_killed_worker_is_named_and_the_restart_gives_the_uncut_losses(place, uncut, victim):
+    run = place / f"killed_{victim}"
+    process = start(command(place, run, split(place), "--restarts", "1"))
+    read_until(process, "step  8/")
+    kill(pids(run)[victim])
+    begin = time.monotonic()
+    said = read_until(process, "starting again")
+    assert time.monotonic() - begin < 5
+    assert ended(list(pids(run).values()), 1)
+    assert f"{victim[:-1]} 0 (process {pids(run)[victim]}, attempt 0) failed: SIGKILL, killed" in said
+    assert f"its last lines, {run}/logs/attempt_0/" in said and "  | " in said
+    rest = process.stderr.read()
+    assert process.wait() == EXIT_DONE, rest
+    assert f"resumed from {run}/checkpoints/step_" in rest
+    check_as_uncut(run, uncut)
+    check_nothing_left(run, 2)
+
+
+def test_a_killed_launcher_takes_its_workers_along(place, uncut):
+    run = place / "killed_launcher"
+    process = start(command(place, run, split(place)))
+    read_until(process, "step  8/")
+    kill(process.pid)
+    process.wait()
+    assert ended(list(pids(run).values()))
+    process.stderr.close()
+    out = subprocess.run(command(place, run, split(place), "--resume"), capture_output=True, text=True, check=False)
+    assert out.returncode == EXIT_DONE, out.stderr
+    check_as_uncut(run, uncut)
+
+
+def test_detach_status_stop_and_resume(place, uncut):
+    run = place / "detached"
+    c = split(place, save_every=10**6)
+    long = type(c)(**{**c.__dict__, "optim": type(c.optim)(**{**c.optim.__dict__, "steps": 10**6})})
+    out = subprocess.run(
+        command(place, run, long, "--detach"), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert out.returncode == EXIT_DONE and f"training in {run}" in out.stdout, out.stderr
+    again = subprocess.run(command(place, run, long, "--resume"), capture_output=True, text=True, check=False)
+    assert again.returncode == EXIT_USER and "is being trained by process" in again.stderr
+    while not records(run, "step"):
+        time.sleep(0.1)
+    stop = subprocess.run([sys.executable, "-m", "draftsmith", "stop", str(run), "--wait"], check=False)
+    assert stop.returncode == EXIT_DONE
+    assert ended(list(pids(run).values()))
+    found = checkpoint.list_checkpoints(run)
+    assert len(found) == 1 and found[0].step == max(row["step"] for row in records(run, "step"))
+    assert not (run / "running.json").exists() and not (run / "stop").exists()
+    again = subprocess.run(
+        [sys.executable, "-m", "draftsmith", "stop", str(run)], capture_output=True, text=True, check=False
+    )
+    assert again.returncode == EXIT_USER and "nobody trains here" in again.stderr
+
+
+def test_sigterm_to_the_launcher_checkpoints_after_the_same_step_and_resumes(place, uncut):
+    run = place / "stopped"
+    process = start(command(place, run, split(place, save_every=10**6)))
+    read_until(process, "step  8/")
+    process.terminate()
+    rest = process.stderr.read()
+    assert process.wait() == EXIT_STOPPED, rest
+    assert "stopping after this step" in rest and "stopped after step" in rest
+    (saved,) = checkpoint.list_checkpoints(run)
+    assert saved.step == max(row["step"] for row in records(run, "step")) < STEPS
+    check_nothing_left(run, 1)
+    assert train(recipe(place, 1, 1, steps=STEPS, save_every=10**6), run, resume=True) == EXIT_DONE
+    check_as_uncut(run, uncut)
+
+
+def test_a_worker_that_fails_is_shown_with_its_exception(place):
+    """The held-out corpus breaks under the run: the trainer's own error is reported, not its peers' loss of it."""
+    run = place / "broken"
+    c = split(place, save_every=10**6)
+    process = start(command(place, run, c))
+    read_until(process, "step  8/")
+    shutil.rmtree(run)
+    rest = process.stderr.read()
+    assert process.wait() in (EXIT_FAILED, EXIT_USER), rest
+    assert "trainer 0 (process" in rest and "failed:" in rest
+
+
+# In one process -------------------------------------------------------------------------------------------------------
+
+
+def test_time_limit_and_stop_file_end_like_a_stop_by_hand(place, uncut):
+    run = place / "limited"
+    assert train(recipe(place, 1, 1, steps=STEPS, time_limit=1e-6), run) == EXIT_STOPPED
+    (saved,) = checkpoint.list_checkpoints(run)
+    assert saved.step == 2  # the stop travels with the sums of one step and is obeyed after the next
+    assert train(recipe(place, 1, 1, steps=STEPS), run, resume=True) == EXIT_DONE
+    check_as_uncut(run, uncut)
+
+
+def test_stop_request_reads_its_file(tmp_path):
+    stop = StopRequest(tmp_path / "stop")
+    assert not stop.watch()
+    (tmp_path / "stop").touch()
+    assert not stop.watch()  # looked a moment ago
+    time.sleep(0.6)
+    assert stop.watch()
+
+
+def test_a_failing_thread_ends_all_and_its_error_is_raised(place, monkeypatch):
+    from draftsmith import taps
+
+    def fail(self, kind, number):
+        raise UserError(f"no taps for {kind} {number}")
+
+    monkeypatch.setattr(taps.MailedTaps, "fill", fail)
+    with pytest.raises(UserError, match="no taps for unit 0"):
+        train(recipe(place, 2, 1), place / "failing_threads")
+    monkeypatch.undo()
+    assert not (place / "failing_threads" / "running.json").exists()
+
+
+def test_non_finite_updates_are_skipped_counted_and_end_the_run(place):
+    c = recipe(place, 1, 2, steps=STEPS)
+    broken = type(c)(
+        **{**c.__dict__, "optim": type(c.optim)(**{**c.optim.__dict__, "lr": 1e30, "max_skipped": 3, "clip": 0.0})}
+    )
+    with pytest.raises(UserError, match=r"last 3 updates were skipped.*last in unit \d+"):
+        train(broken, place / "nan")
+    last = records(place / "nan", "step")[-1]
+    assert last["skipped_updates"] >= 3
+
+
+# Checkpoints in the background ----------------------------------------------------------------------------------------
+
+
+def test_background_writer_saves_the_state_of_the_moment(tmp_path):
+    step, other = make_step(), make_step(seed=3)
+    take_steps(step, range(5))
+    writer = checkpoint.Writer(tmp_path, 2, step)
+    writer.start(5, {"note": "x"})
+    at_five, moments = step.flat.masters.clone(), step.moments()
+    take_steps(step, range(5, 10))
+    written = writer.finish()
+    writer.close()
+    assert written.step == 5 and written.state["note"] == "x" and writer.poll() is None
+    checkpoint.restore(checkpoint.read_checkpoint(written.path), other)
+    assert torch.equal(other.flat.masters, at_five) and not torch.equal(step.flat.masters, at_five)
+    for a, b in zip(other.moments(), moments, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_background_writer_keeps_last_and_best_and_reports_failure_once(tmp_path, monkeypatch):
+    step = make_step()
+    writer = checkpoint.Writer(tmp_path, 1, step)
+    for number, acceptance in ((1, 2.0), (2, 1.0), (3, None)):
+        writer.start(number, {"acceptance_length": acceptance})
+    writer.finish()
+    assert [c.step for c in checkpoint.list_checkpoints(tmp_path)] == [1, 3]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "flush", full)  # stands for a disk that fills up while it is written to
+    writer.start(4, {})
+    with pytest.raises(UserError, match="step_4: the checkpoint could not be written.*No space"):
+        writer.finish()
+    monkeypatch.undo()
+    writer.start(5, {})
+    assert writer.finish().step == 5
+    writer.close()
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_removed_run_directory_is_named(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    writer = checkpoint.Writer(run, 1, make_step())
+    shutil.rmtree(run)
+    with pytest.raises(UserError, match="the run directory is gone"):
+        writer.start(1, {})
+    writer.close()
+
+
+def test_leftovers_of_killed_writers_are_swept(tmp_path):
+    (tmp_path / "checkpoints" / ".step_3.99.tmp").mkdir(parents=True)
+    checkpoint.sweep(tmp_path)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code,oom,words",
+    [
+        (-9, 0, "SIGKILL, killed: by hand"),
+        (-9, 1, "memory limit was reached"),
+        (-7, 0, "SIGBUS, bus error: a file that it had mapped"),
+        (-11, 0, "SIGSEGV, segmentation fault"),
+        (1, 0, "an error (exit code 1)"),
+        (2, 0, "a mistake in the recipe"),
+        (4, 0, "another worker"),
+    ],
+)
+def test_exit_codes_are_explained(code, oom, words):
+    assert words in launch.meaning(code, oom)
+
+
+def test_the_cause_comes_before_its_consequences():
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    def failure(rank: int, code: int) -> ProcessFailure:
+        return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="")
+
+    failures = [failure(0, 143), failure(1, 4), failure(2, -9), failure(3, -15)]
+    assert launch.first_failure(failures).local_rank == 2
+    assert launch.first_failure(failures[:2]).local_rank == 1
+
+
+# Long -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_random_kills(place):
+    """Twenty kills of a random worker at random moments, loading included; the losses never differ."""
+    dice = random.Random(0)
+    whole = place / "random_uncut"
+    assert train(recipe(place, 2, 2, steps=300), whole) == EXIT_DONE
+    run, c = place / "random", recipe(place, 2, 2, "processes", steps=300, save_every=7)
+    process = start(command(place, run, c, "--restarts", "40"))
+    killed = 0
+    while killed < 20 and process.poll() is None:
+        time.sleep(dice.uniform(0.5, 14.0))
+        attempt = max((r["attempt"] for r in records(run, "open")), default=None) if run.exists() else None
+        alive = [p for p in pids(run, attempt).values() if not ended([p], 0)] if attempt is not None else []
+        if alive:
+            kill(dice.choice(alive))
+            killed += 1
+    rest = process.stderr.read()
+    assert process.wait() == EXIT_DONE, rest[-3000:]
+    assert killed >= 5
+    assert losses(run) == losses(whole)
+    assert same(weights(run, 300), weights(whole, 300))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_killed_agent_of_one_of_two_hosts(place, uncut):
+    run, c = place / "agents", recipe(place, 0, 1, "processes", steps=STEPS, save_every=5)
+    first, second = agents_of(place, c, "agents")
+    while not any(row["step"] >= 8 for row in records(run, "step")):
+        time.sleep(0.1)
+    kill(second.pid)
+    begin = time.monotonic()
+    first.wait(30)
+    assert time.monotonic() - begin < 10 and ended(list(pids(run).values()))
+    assert train(recipe(place, 0, 1, steps=STEPS, save_every=5), run, resume=True) == EXIT_DONE
+    for step, loss in losses(run).items():
+        assert loss == pytest.approx(losses(uncut)[step], rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_soak_memory_and_descriptors_are_flat(place):
+    run, c = (
+        place / "soak",
+        recipe(place, 2, 2, "processes", steps=2000, evaluate_every=200, save_every=250, log_every=50),
+    )
+    process = start(command(place, run, c))
+
+    def at(step: int) -> dict[str, tuple[int, int]]:
+        while not any(row["step"] >= step for row in records(run, "step")):
+            assert process.poll() is None
+            time.sleep(0.2)
+        return {
+            worker: (
+                int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+                len(list(Path(f"/proc/{pid}/fd").iterdir())),
+            )
+            for worker, pid in pids(run).items()
+        }
+
+    early, late = at(400), at(1800)
+    process.stderr.read()
+    assert process.wait() == EXIT_DONE
+    for worker, (memory, descriptors) in late.items():
+        assert memory < early[worker][0] + 24 * 2**20, (worker, early, late)
+        assert descriptors <= early[worker][1] + 2, (worker, early, late)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_killed_while_a_checkpoint_is_written(place, uncut):
+    """Checkpoints after every step: most moments are within a write."""
+    dice = random.Random(1)
+    run = place / "writing"
+    resume: list[str] = []
+    for _ in range(6):
+        process = start(command(place, run, split(place, save_every=1), *resume))
+        read_until(process, "step ")
+        time.sleep(dice.uniform(0.0, 0.5))
+        if (
+            pid := pids(run, max(r["attempt"] for r in records(run, "open"))).get("trainer0")
+        ) and process.poll() is None:
+            os.kill(pid, signal.SIGKILL)
+        process.stderr.read()
+        process.wait()
+        for found in checkpoint.list_checkpoints(run):
+            checkpoint.load_weights(found)
+        resume = ["--resume"]
+    process = start(command(place, run, split(place, save_every=1), "--resume"))
+    process.stderr.read()
+    assert process.wait() == EXIT_DONE
+    check_as_uncut(run, uncut)
