@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pty
-import struct
 import subprocess
 import sys
 import time
@@ -15,12 +14,11 @@ import numpy as np
 import pytest
 import rich.console
 
-from draftsmith.console import Console
 from draftsmith.errors import UserError
 from draftsmith.events import EventLog, StepRecord
 from draftsmith.history import read_run
 from draftsmith.profile import StepProfiler
-from draftsmith.sinks import SinkOptions, SinkProcesses, follow, main, metrics
+from draftsmith.sinks import metrics
 from draftsmith.status import status_of
 from draftsmith.trace import TraceOptions, clock_shifts, events
 from draftsmith.trace import main as trace_main
@@ -199,105 +197,3 @@ def test_the_profilers_events_join_the_trace(tmp_path: Path) -> None:
 def test_malformed_profile(tmp_path: Path, steps: str) -> None:
     with pytest.raises(UserError, match="FIRST:LAST"):
         StepProfiler(tmp_path, "w", steps)
-
-
-def test_tensorboard_reads_what_the_sink_wrote(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
-
-    run = write_run(tmp_path / "run", total=120)
-    for _ in range(2):  # a second start hands the whole run on anew and leaves no doubles
-        assert main(SinkOptions(run, "tensorboard")) == 0
-    read = EventAccumulator(str(run / "tensorboard"), {"tensors": 0})
-    read.Reload()
-    losses = [(e.step, float(make_ndarray(e.tensor_proto))) for e in read.Tensors("train/loss")]
-    expected = read_run(run)
-    assert [step for step, _ in losses] == expected.column("step").tolist()
-    np.testing.assert_allclose([loss for _, loss in losses], expected.column("loss"), rtol=1e-6)
-    assert len(read.Tensors("held_out/acceptance_per_position/07")) == 12
-
-
-def test_wandb_reads_what_the_sink_wrote(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", total=120)
-    out = draftsmith("sink", run, "--to", "wandb")
-    assert out.returncode == 0, out.stderr
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = run.glob("wandb/offline-run-*/*.wandb")
-    history, config = [], {}
-    for data in leveldb_log(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.HasField("history"):
-            history.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
-        if record.HasField("run"):
-            config.update({u.key: json.loads(u.value_json) for u in record.run.config.update})
-    expected = read_run(run)
-    assert [h["_step"] for h in history] == expected.column("step").tolist()
-    np.testing.assert_allclose([h["train/loss"] for h in history], expected.column("loss"))
-    assert history[-1]["held_out/acceptance_length"] == expected.evaluations[-1]["acceptance_length"]
-    assert config["drafter"]["block"] == 8
-
-
-def leveldb_log(data: bytes) -> list[bytes]:
-    """The records of a .wandb file: LevelDB's log format (blocks of 32 KiB, parts with checksum, length and type)."""
-    records, parts, at = [], b"", 7  # 7 bytes of W&B's own come first
-    while at < len(data):
-        if 32768 - at % 32768 < 7:  # no part begins in the last bytes of a block
-            at += 32768 - at % 32768
-            continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            records.append(parts)
-            parts = b""
-    return records
-
-
-def test_a_sink_follows_a_run_until_its_end(tmp_path: Path) -> None:
-    """Two processes at once: what the run writes while the sink looks on arrives once, evaluations included."""
-    running = subprocess.Popen([sys.executable, "-c", RUNNING, str(tmp_path)])
-    while not (tmp_path / "events").is_dir():
-        time.sleep(0.01)
-    follow(SinkOptions(tmp_path, "tensorboard", every=0.05))
-    assert running.wait(10) == 0
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(tmp_path / "tensorboard"), {"tensors": 0})
-    read.Reload()
-    assert [e.step for e in read.Tensors("train/loss")] == list(range(1, 9))
-
-
-def test_a_failing_sink_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
-    out = io.StringIO()
-    console = Console(rich.console.Console(file=out, width=1000))
-    (tmp_path / "tensorboard").write_text("a file where the sink wants its directory")
-    log = EventLog(tmp_path)
-    with SinkProcesses(tmp_path, ("tensorboard",), console) as sinks, log:
-        step = 0
-        while not out.getvalue():
-            step += 1
-            log.step(StepRecord(step=step, loss=1.0))
-            sinks.check()
-            time.sleep(0.05)
-        log.step(StepRecord(step=step + 1, loss=1.0))
-        sinks.check()
-    (said,) = out.getvalue().splitlines()
-    assert said.startswith("the sink tensorboard failed and the run goes on without it: FileExistsError")
-    assert read_run(tmp_path).state() == "finished" and read_run(tmp_path).done_steps == step + 1
-
-
-def test_sinks_of_a_run_end_with_it(tmp_path: Path) -> None:
-    out = io.StringIO()
-    log = EventLog(tmp_path)
-    with SinkProcesses(tmp_path, ("tensorboard",), Console(rich.console.Console(file=out))), log:
-        log.step(StepRecord(step=1, loss=1.0))
-    assert out.getvalue() == "" and list((tmp_path / "tensorboard").glob("events*"))
-
-
-def test_metrics_join_a_step_and_its_evaluation(tmp_path: Path) -> None:
-    found = {step: values for step, _, values in metrics(read_run(write_run(tmp_path / "run", total=120)))}
-    assert sorted(found) == list(range(5, 121, 5))
-    assert "held_out/loss" in found[10] and "held_out/loss" not in found[5]
-    assert "train/slot_accuracy/01" in found[5] and "train/t" not in found[5]

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from draftsmith.errors import UserError
 
 Mode = Literal["auto", "eager", "compile", "reduce-overhead", "graph"]
+SinkName = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ class RunConfig:
     """Checkpoint and end after this step, as a stop by hand would; 0: go on to the end."""
     time_limit: float = 0.0
     """Checkpoint and end after so many minutes, as a stop by hand would; 0: no limit."""
+    sinks: tuple[SinkName, ...] = ()
+    """Tools that the run's metrics go to while it runs, each in a process of its own: tensorboard, wandb (offline)."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,7 @@ def check(config: Config, source: str) -> None:
         (c.run.stop_after >= 0, "run.stop_after", "must not be negative"),
         (c.run.save_minutes >= 0, "run.save_minutes", "must not be negative"),
         (c.run.time_limit >= 0, "run.time_limit", "must not be negative"),
+        (len(set(c.run.sinks)) == len(c.run.sinks), "run.sinks", "names a sink twice"),
         (c.topology.targets >= 0, "topology.targets", "must not be negative"),
         (c.topology.trainers >= 0, "topology.trainers", "must not be negative"),
         (all(d >= 0 for d in c.topology.devices), "topology.devices", "must not be negative"),

@@ -19,6 +19,7 @@ from draftsmith.drafters.init import init_from_target
 from draftsmith.drafters.shape import drafter_shape
 from draftsmith.errors import UserError
 from draftsmith.loop import Plan
+from draftsmith.sinks import require
 from draftsmith.target import RowPlan, Target
 from draftsmith.topology import Place, Topology, resolve_topology
 from draftsmith.unit import (
@@ -75,6 +76,8 @@ class Job:
 
 def open_job(config: Config) -> Job:
     """UserError for everything that can be wrong with a recipe, its corpus and its target's directory."""
+    for sink in config.run.sinks:
+        require(sink)
     directory = models.resolve(config.target.model, config.target.revision)
     corpus, held_out = (Corpus.open(Path(config.data.corpus), split) for split in ("train", "held_out"))
     check_matches(corpus.manifest, directory, config.target.chat_template, config.target.template_options)

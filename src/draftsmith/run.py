@@ -17,7 +17,7 @@ from draftsmith.errors import UserError
 # Keys that may differ when a run goes on: none of them changes which units are seen or what an update does.
 MAY_CHANGE = {
     "run.log_every", "run.evaluate_every", "run.evaluate_units", "run.save_every", "run.keep_last", "run.stop_after",
-    "run.save_minutes", "run.time_limit", "run.device", "run.mode", "run.checkpoint_activations",
+    "run.save_minutes", "run.time_limit", "run.sinks", "run.device", "run.mode", "run.checkpoint_activations",
     "target.model", "target.revision", "data.corpus",
 }  # fmt: skip
 MAY_CHANGE_SECTION = "topology."  # how the workers are spread

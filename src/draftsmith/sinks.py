@@ -1,27 +1,31 @@
 """`draftsmith sink RUN --to tensorboard|wandb`: hands a run's metrics on to another tool. Imports no torch.
 
-A sink follows the run's event files in a process of its own, so nothing it does can slow or end a run: `train` starts one
-process a sink and says once if one ended. It works on finished runs as well, and each start hands on the whole run.
+A sink follows the run's event files in a process of its own, so nothing it does can slow or end a run: the first trainer
+starts one process for each of `run.sinks` and says once if one failed. A sink ends with its run, however that ends. It
+works on finished runs as well, and each start hands on the whole run.
 """
 
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, Self
 
 from tyro.conf import Positional
 
-from draftsmith.console import Console
+from draftsmith.config import SinkName
 from draftsmith.errors import UserError
 from draftsmith.history import Follower, Run
 
-SinkName = Literal["tensorboard", "wandb"]
 SKIPPED = ("step", "t", "steps")  # bookkeeping, no metrics
 
 
@@ -35,7 +39,7 @@ class SinkOptions:
     """tensorboard writes RUN/tensorboard; wandb writes an offline run below RUN/wandb for `wandb sync`."""
     online: bool = False
     """wandb: send to the server at once."""
-    every: float = 5.0
+    every: float = 2.0
     """Seconds between looks at the run's files."""
 
 
@@ -58,11 +62,14 @@ class TensorBoardSink:
         directory = options.run / "tensorboard"
         if directory.is_dir():
             shutil.rmtree(directory)
-        self._writer = Writer(str(directory))
+        self._writer, self._flushed = Writer(str(directory)), 0.0
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, wall_time=seconds)
+        if time.monotonic() - self._flushed > 5:  # the writer itself flushes every two minutes
+            self._writer.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
         self._writer.close()
@@ -100,7 +107,8 @@ def main(options: SinkOptions) -> int:
 
 def require(name: str) -> None:
     """UserError if the package of a sink is missing."""
-    if importlib.util.find_spec(name) is None:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:  # a directory of that name, such as RUN/wandb, is no package
         raise UserError(f"the sink {name} needs the package {name}: pip install 'draftsmith[sinks]'")
 
 
@@ -114,11 +122,9 @@ def follow(options: SinkOptions) -> None:
         while True:
             going_on = run.state() in ("running", "empty")  # asked before the look at the files, so that none is missed
             run = follower.poll()
-            found = metrics(run)
-            for step, seconds, values in found[: -1 if going_on else None]:  # the newest may still get its evaluation
-                if step > last:
-                    sink.write(step, seconds, values)
-                    last = step
+            found = metrics(run, last)
+            for last, seconds, values in found[: -1 if going_on else None]:  # the newest may still get its evaluation
+                sink.write(last, seconds, values)
             if not going_on:
                 return
             time.sleep(options.every)
@@ -127,11 +133,11 @@ def follow(options: SinkOptions) -> None:
         sink.close()
 
 
-def metrics(run: Run) -> list[tuple[int, float, dict[str, float]]]:
-    """(step, seconds since the epoch, numbers by name) of each step, its evaluation included, in order of steps."""
+def metrics(run: Run, after: int = -1) -> list[tuple[int, float, dict[str, float]]]:
+    """(step, seconds since the epoch, numbers by name) of each step behind `after`, its evaluation included, in order."""
     found: dict[int, tuple[float, dict[str, float]]] = {}
     for prefix, records in (("train", run.steps), ("held_out", run.evaluations)):
-        for record in records:
+        for record in records[bisect_right(records, after, key=itemgetter("step")) :]:
             seconds, values = found.setdefault(record["step"], (record["t"], {}))
             values.update(_numbers(prefix, record))
     return [(step, *found[step]) for step in sorted(found)]
@@ -151,46 +157,44 @@ def _numbers(prefix: str, record: Mapping[str, Any]) -> dict[str, float]:
 class SinkProcesses:
     """The sinks of a run in training. Use as a context manager around the event log (open it first): sinks see it end."""
 
-    PATIENCE_SECONDS = 60.0
+    PATIENCE_SECONDS = 60.0  # after the run's last word; a sink needs a moment to see it and to finish
+    AFTER_ERROR_SECONDS = 10.0
 
-    def __init__(self, run: Path, names: Sequence[SinkName], console: Console):
-        self._run, self._names, self._console = run, names, console
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        for name in names:
-            require(name)
+    def __init__(self, run: Path, names: Sequence[SinkName], say: Callable[[str], None]):
+        self._run, self._names, self._say = run, names, say
+        self._started: list[tuple[SinkName, subprocess.Popen[bytes], threading.Thread]] = []
 
-    def __enter__(self) -> "SinkProcesses":
-        (self._run / "logs").mkdir(parents=True, exist_ok=True)
+    def __enter__(self) -> Self:
         for name in self._names:
+            self._log(name).parent.mkdir(exist_ok=True)
             with self._log(name).open("ab") as log:
-                self._processes[name] = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-m", "draftsmith", "sink", str(self._run), "--to", name],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
+            watcher = threading.Thread(target=self._watch, args=(name, process), name=f"sink {name}", daemon=True)
+            watcher.start()
+            self._started.append((name, process, watcher))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        deadline = time.monotonic() + self.PATIENCE_SECONDS
-        for name, process in self._processes.items():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                self._console.note(f"the sink {name} did not finish in time; {self._again(name)}")
-        self.check()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        deadline = time.monotonic() + (self.PATIENCE_SECONDS if kind is None else self.AFTER_ERROR_SECONDS)
+        for _, process, watcher in self._started:
+            watcher.join(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+            watcher.join()
 
-    def check(self) -> None:
-        """Say once of each sink that failed. Call at log steps."""
-        for name in [name for name, process in self._processes.items() if process.poll() is not None]:
-            code = self._processes.pop(name).returncode
-            if code > 0:
-                lines = self._log(name).read_text(errors="replace").strip().splitlines()
-                why = lines[-1] if lines else f"exit code {code}"
-                self._console.note(f"the sink {name} failed and the run goes on without it: {why}; {self._again(name)}")
+    def _watch(self, name: SinkName, process: "subprocess.Popen[bytes]") -> None:
+        """Wait for a sink's end and say it if it was no good one."""
+        code = process.wait()
+        if code:
+            lines = self._log(name).read_text(errors="replace").strip().splitlines()
+            why = (
+                lines[-1] if lines and code > 0 else "killed, or not done in time" if code < 0 else f"exit code {code}"
+            )
+            again = f"`draftsmith sink {self._run} --to {name}` hands everything on later"
+            self._say(f"the sink {name} failed and the run goes on without it: {why}; {again}")
 
-    def _again(self, name: str) -> str:
-        return f"`draftsmith sink {self._run} --to {name}` hands everything on later"
-
-    def _log(self, name: str) -> Path:
+    def _log(self, name: SinkName) -> Path:
         return self._run / "logs" / f"sink.{name}.log"

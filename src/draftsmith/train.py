@@ -29,6 +29,7 @@ from draftsmith.mailbox import cell_items
 from draftsmith.options import TrainOptions
 from draftsmith.profile import StepProfiler
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED, provenance
+from draftsmith.sinks import SinkProcesses
 from draftsmith.step import TrainStep, learning_rate
 from draftsmith.step_modes import COMPILE_LOCK
 from draftsmith.taps import MailedTaps, OwnTaps, Taps
@@ -73,7 +74,9 @@ class Workshop:
 
 def trainer(worker: Worker) -> int:
     """The role `trainer` or `both`, from set-up to the last step. Returns EXIT_DONE or EXIT_STOPPED."""
-    with EventLog(worker.run.path, worker.place.role, worker.run.attempt, worker.place.number) as events:
+    events = EventLog(worker.run.path, worker.place.role, worker.run.attempt, worker.place.number)
+    sinks = worker.job.config.run.sinks if worker.place.is_first else ()
+    with SinkProcesses(worker.run.path, sinks, worker.console.note), events:
         shop = set_up(worker, events)
         try:
             with Loader(shop.units.unit, shop.plan.all_units()) as loader:
