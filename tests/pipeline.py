@@ -69,6 +69,10 @@ def acceptance(run: Path) -> dict[int, float]:
     return {row["step"]: row["acceptance_length"] for row in records(run, "evaluation")}
 
 
+def held_out_losses(run: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in records(run, "evaluation")}
+
+
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step_{step}" / "model.safetensors")
 

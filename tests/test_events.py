@@ -335,6 +335,26 @@ def test_every_field_is_described() -> None:
         assert described == [field.name for field in fields(record)]
 
 
+def test_gauges_count_what_is_compiled_after_them() -> None:
+    import torch
+
+    from draftsmith.gauges import Gauges
+
+    @torch.compile(dynamic=False, backend="eager")
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    double(torch.ones(2))
+    gauges = Gauges(torch.device("cpu"), torch.float32, measure_ceiling=False)
+    for size, recompiles in ((2, 0), (3, 1), (3, 1), (4, 2)):
+        double(torch.ones(size))
+        assert gauges.read()["recompiles"] == recompiles
+    line = step_line(StepRecord(step=1, loss=1.0, recompiles=2), 10)
+    assert line.endswith("recompiled 2") and "recompiled" not in step_line(
+        StepRecord(step=1, loss=1.0, recompiles=0), 10
+    )
+
+
 def test_gauges_fill_a_record() -> None:
     import torch
 

@@ -9,7 +9,7 @@ from draftsmith.errors import UserError
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED
 from draftsmith.topology import Place, resolve_topology
 from draftsmith.train import train
-from pipeline import acceptance, agents_of, command, losses, recipe, records, same, weights
+from pipeline import acceptance, agents_of, command, held_out_losses, losses, recipe, records, same, weights
 from toy import toy_place
 
 STEPS = 6
@@ -34,7 +34,7 @@ def runs(place) -> dict[tuple[int, int], Path]:
 
 def check_bitwise(a: Path, b: Path, step: int = STEPS) -> None:
     assert losses(a) == losses(b) and len(losses(a)) == step
-    assert acceptance(a) == acceptance(b)
+    assert acceptance(a) == acceptance(b) and held_out_losses(a) == held_out_losses(b)
     assert same(weights(a, step), weights(b, step))
 
 
@@ -50,6 +50,7 @@ def test_across_numbers_of_trainers_to_rounding(runs):
         for step, loss in losses(run).items():
             assert loss == pytest.approx(one[step], rel=1e-6)
         assert acceptance(run) == acceptance(runs[0, 1])
+        assert held_out_losses(run) == pytest.approx(held_out_losses(runs[0, 1]), rel=1e-6)
     assert one[STEPS] < one[1]
 
 

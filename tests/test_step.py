@@ -62,6 +62,16 @@ def test_gradients_add_up_over_units_and_update_leaves_nothing():
     assert step.read().denominator == pytest.approx(float(parts[0][step.flat.total] + parts[1][step.flat.total]))
 
 
+def test_evaluating_gives_the_loss_that_training_gives_and_leaves_no_trace():
+    step = make_step("eager")
+    loaded(step, 0)
+    lengths, sums = step.evaluate()
+    assert not step.flat.reduced.any() and step.replays() is None
+    step.accumulate()
+    torch.testing.assert_close(sums, step.flat.sums[:2].flip(0))
+    assert int(lengths.sum()) == int(step.flat.sums[4])
+
+
 def test_update_is_torchs_adamw_on_the_mean_gradient_clipped():
     step = make_step("eager")
     loaded(step, 0)

@@ -96,6 +96,7 @@ def test_graph_in_bf16_is_close_to_the_cpu_in_float32(weighting):
 
 
 def losses(step: TrainStep, units, steps: int = 6) -> list[float]:
+    """Of `steps` optimizer steps of two units."""
     out = []
     for i in range(steps):
         for j in range(2):
@@ -108,10 +109,9 @@ def losses(step: TrainStep, units, steps: int = 6) -> list[float]:
 
 def test_modes_agree_and_accumulate():
     shape, units = make_units(SMALL, 4)
-    runs = {
-        m: losses(make_step(replace(SMALL, mode=m), shape, torch.device("cuda")), units)
-        for m in ("eager", "graph", "compile")
-    }
+    steps = {m: make_step(replace(SMALL, mode=m), shape, torch.device("cuda")) for m in ("eager", "graph", "compile")}
+    runs = {m: losses(step, units) for m, step in steps.items()}
+    assert [steps[m].replays() for m in ("eager", "graph", "compile")] == [None, 6 * 3, None]
     assert runs["graph"] == pytest.approx(runs["eager"], rel=2e-2)
     assert runs["graph"] == pytest.approx(runs["compile"], rel=2e-3)
     assert runs["graph"][-1] < runs["graph"][0]

@@ -18,6 +18,7 @@ from draftsmith.init import write_recipe
 from draftsmith.options import InitOptions
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED
 from draftsmith.train import train
+from pipeline import records
 from toy import toy_place, toy_target
 
 
@@ -59,6 +60,8 @@ def test_twenty_steps_equal_ten_and_ten_resumed_bitwise(place, tmp_path):
     assert found[-1].state["acceptance_length"] >= 1.0
     first, last = losses(tmp_path / "whole")[5], losses(tmp_path / "whole")[20]
     assert last < first
+    at_10, at_20 = (row["loss"] for row in records(tmp_path / "whole", "evaluation"))
+    assert at_20 < at_10 and at_20 == pytest.approx(last, rel=0.1), "held-out text is of the same kind"
 
 
 def test_accumulation_over_units_equals_the_sum_law(place, tmp_path):

@@ -138,7 +138,7 @@ class Trained:
         """Row position of every valid anchor -> right drafts there."""
         (unit,) = evaluation_chunks(self.corpus, self.members, self.shape, 0)
         self.load(unit)
-        return dict(zip(unit.anchors.tolist(), self.step.accepted_lengths().tolist(), strict=True))
+        return dict(zip(unit.anchors.tolist(), self.step.evaluate()[0].tolist(), strict=True))
 
 
 CHAT_TEMPLATE = (

@@ -183,6 +183,8 @@ def step_line(record: StepRecord, total: int, left_seconds: float | None = None)
         parts.append("bound by input")
     if record.skipped_updates:
         parts.append(f"skipped {record.skipped_updates}")
+    if record.recompiles:
+        parts.append(f"recompiled {record.recompiles}")
     if left_seconds is not None:
         parts.append(f"{duration(left_seconds)} left")
     return "  ".join(parts)

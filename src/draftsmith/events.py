@@ -53,7 +53,7 @@ class StepRecord:
     useful_tflops: float | None = None
     """10^12 operations a second that the drafter's maths needs, one trainer; no recompute, no padding."""
     ceiling_tflops: float | None = None
-    """The same device's matrix-multiply rate at these shapes, measured when the run started."""
+    """The same device's rate in one large matrix product, measured when the run started."""
     tokens_used_share: float | None = None
     """Tokens / (units x T)."""
     anchors_used_share: float | None = None
@@ -64,9 +64,9 @@ class StepRecord:
     gpu_utilisation_percent: float | None = None
     power_watts: float | None = None
     recompiles: int | None = None
-    """torch.compile recompilations since the run began; grows only before step 1."""
+    """Compilations since training began, of the process that wrote the record; 0 unless a shape or the like changes."""
     replays: int | None = None
-    """CUDA graph replays since the run began."""
+    """CUDA graph replays of the step since training began: one a unit, one an update. Of the first trainer."""
     busy_seconds: float | None = None
     """Seconds of the interval inside spans of work; filled from the log's own spans when None."""
     wait_seconds: float | None = None
@@ -93,7 +93,7 @@ class EvaluationRecord:
     responses: int
     cycles: int
     loss: float | None = None
-    """Loss on the held-out units, nats."""
+    """Weighted cross-entropy on the held-out units in nats, by the sum law, as StepRecord's."""
 
 
 class EventLog:

@@ -1,4 +1,5 @@
-"""What the first trainer tells of its device: facts and the ceiling once, memory, utilisation and power at log steps."""
+"""What the first trainer tells of its device: facts and the ceiling once, memory, utilisation, power and recompilations at
+log steps."""
 
 import time
 from typing import Any
@@ -7,22 +8,26 @@ import torch
 
 from draftsmith.data.shards import Manifest
 from draftsmith.meters import Meter
+from draftsmith.step_modes import compiled_graphs
 
 CEILING_SECONDS = {"cuda": 0.5, "cpu": 0.1}
 
 
 class Gauges:
-    """One device. `measure_ceiling` occupies it for up to half a second; make it before the first step."""
+    """One device. `measure_ceiling` occupies it for up to half a second; make it before the first step, when every worker
+    of the process has compiled: what is compiled from then on counts as recompiled."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, measure_ceiling: bool = True):
         self._device = device
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
         self._meter = Meter(uuid)
+        self._compiled = compiled_graphs()
         self._ceiling = ceiling_tflops(device, dtype) if measure_ceiling else None
 
     def read(self) -> dict[str, Any]:
-        """Fields of StepRecord: ceiling_tflops and what the meter tells."""
-        return {"ceiling_tflops": self._ceiling, **self._meter.read()}
+        """Fields of StepRecord: ceiling_tflops, recompiles where anything was compiled, and what the meter tells."""
+        recompiles = {"recompiles": compiled_graphs() - self._compiled} if compiled_graphs() else {}
+        return {"ceiling_tflops": self._ceiling, **recompiles, **self._meter.read()}
 
     def about(self, corpus: Manifest) -> dict[str, Any]:
         """Facts for EventLog.plan: the device, and the corpus as the report shows it."""

@@ -184,6 +184,8 @@ def throughput(runs: Sequence[Run]) -> Figure | None:
             color = INK if len(runs) == 1 else SERIES[i % 7]
             courses.append(Line(_name(runs, run, "ceiling", " ceiling"), steps, ceiling, color, dash="dash", width=1.5))
             word += f", {np.nanmedian(useful / ceiling):.0%} of the ceiling"
+        if again := run.steps[-1].get("recompiles"):
+            word += f"; recompiled {again} times since training began"
         words.append(f"{word}.")
     return lines("throughput", "Useful work", "TFLOP/s", courses, " ".join(words), zero=True)
 

@@ -65,6 +65,8 @@ class Status:
     ceiling_tflops: float | None
     memory_bytes: int | None
     skipped_updates: int | None
+    recompiles: int | None
+    replays: int | None
     checkpoints: list[int]
     workers: list[WorkerStatus]
     bottleneck: str | None
@@ -109,6 +111,8 @@ def status_of(run: Run, now: float | None = None) -> Status:
         ceiling_tflops=newest.get("ceiling_tflops"),
         memory_bytes=newest.get("memory_bytes"),
         skipped_updates=newest.get("skipped_updates"),
+        recompiles=newest.get("recompiles"),
+        replays=newest.get("replays"),
         checkpoints=run.checkpoints(),
         workers=workers,
         bottleneck=newest.get("bound_by") or _bottleneck(run.current()),
@@ -171,6 +175,8 @@ def lines(status: Status) -> list[str]:
         out.append(f"  memory       {status.memory_bytes / 2**30:.2f} GiB")
     if status.skipped_updates:
         out.append(f"  skipped      updates: {status.skipped_updates}")
+    if status.recompiles:
+        out.append(f"  recompiled   {status.recompiles} times since training began; something changes its shape")
     if status.checkpoints:
         out.append(f"  checkpoints  {', '.join(f'{step:,}' for step in status.checkpoints)}")
     for worker in status.workers:

@@ -215,6 +215,11 @@ class TrainStep:
             slot_accuracy=tuple(c / n if n else 0.0 for c, n in zip(correct, scored, strict=True)),
         )
 
+    def replays(self) -> int | None:
+        """Replays of its two CUDA graphs so far; None in other modes."""
+        graphs = [g for g in (self._micro, self._finish) if isinstance(g, Graph)]
+        return sum(g.replays for g in graphs) if graphs else None
+
     def clear(self) -> None:
         """Drop what was accumulated since the last update (`update` itself leaves nothing)."""
         if self._dirty:
@@ -222,10 +227,12 @@ class TrainStep:
             self._dirty = False
 
     @torch.no_grad()
-    def accepted_lengths(self) -> Tensor:
-        """Greedy accepted drafts of every block of the loaded unit, [A] int64 (bonus not included)."""
+    def evaluate(self) -> tuple[Tensor, Tensor]:
+        """Of the loaded unit, without a trace in the step: greedy accepted drafts of every block, [A] int64 (bonus not
+        included), and the weighted loss with its denominator, [2] float32."""
         states = draft_states(self.drafter, self.static, self.tables, self.attention, False)
-        return self._loss(states, gradient=False).correct.cumprod(-1).sum(-1)
+        result = self._loss(states, gradient=False)
+        return result.correct.cumprod(-1).sum(-1), torch.stack((result.loss, result.denominator))
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """AdamW's (exp_avg, exp_avg_sq) as flat [P] copies and the step count."""

@@ -11,6 +11,7 @@ Threads: torch.compile is not thread-safe, so every thread compiles under COMPIL
 thread trains; then `forbid_recompiles`. A CUDA graph belongs to the thread and stream that captured it.
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Literal
@@ -46,6 +47,12 @@ def forbid_recompiles() -> None:
     torch.compiler.set_stance("fail_on_recompile")
 
 
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process so far, in whichever thread; 0 where nothing was compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # imported by the first torch.compile, and slowly
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
 def compiled(function: Callable, mode: Resolved) -> Callable:
     """`function` as the mode wants it. Options travel with the function: config set in another thread would not."""
     if mode == "eager":
@@ -59,13 +66,14 @@ class Graph:
 
     def __init__(self, function: Callable[[], None], stream: torch.cuda.Stream):
         """Capture. `function` has run on `stream` before, at least WARM_UP times."""
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph, self.replays = torch.cuda.CUDAGraph(), 0
         # thread_local: only this thread's own unsafe calls break the capture, not those of other workers
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             function()
 
     def __call__(self) -> None:
         self.graph.replay()
+        self.replays += 1
 
 
 def on_side_stream(function: Callable[[], None], stream: torch.cuda.Stream) -> None:

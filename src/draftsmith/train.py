@@ -260,6 +260,7 @@ def log(shop: Workshop, done: int, interval: Interval) -> None:
         trainers_wait_share=waits.trainers,
         targets_wait_share=waits.targets,
         bound_by=waits.bound_by,
+        replays=shop.step.replays(),
         **(shop.gauges.read() if shop.gauges else {}),
     )
     if shop.worker.place.is_first:
@@ -281,27 +282,33 @@ def log(shop: Workshop, done: int, interval: Interval) -> None:
 
 def evaluate_held_out(shop: Workshop, done: int) -> float | None:
     """Teacher-forced walk over the held-out units: the acceptance length of greedy decoding on this text (walk.py)."""
-    walks: dict[int, list[Walk]] = {}
+    mine: dict[int, tuple[list[Walk], float, float]] = {}  # row -> its responses, their weighted loss and its weight
     static = shop.step.static
     with shop.events.span("evaluate", step=done):
         for row, chunks in shop.held_out.items():
-            accepted: dict[int, int] = {}
+            accepted, loss, weight = dict[int, int](), 0.0, 0.0
             for unit in chunks:
                 static.load(unit)
                 if unit is chunks[0]:
                     shop.taps.fill("held-out row", row)
-                lengths = shop.step.accepted_lengths()[: unit.anchors_used].tolist()
-                accepted.update(zip(unit.anchors.tolist(), lengths, strict=False))
-            walks[row] = walk_row(accepted)
+                lengths, sums = shop.step.evaluate()
+                accepted.update(zip(unit.anchors[: unit.anchors_used].tolist(), lengths.tolist(), strict=False))
+                loss, weight = loss + float(sums[0]), weight + float(sums[1])
+            mine[row] = walk_row(accepted), loss, weight
             shop.taps.ahead(done)
-        everyone = shop.worker.member.exchange(walks)
+        everyone = shop.worker.member.exchange(mine)
     by_row = {row: found for one in everyone for row, found in one.items()}
-    if not any(by_row.values()):
+    found = [by_row[row] for row in sorted(by_row)]  # in one order, so that sums do not depend on the topology
+    walks = [walk for of_row, _, _ in found for walk in of_row]
+    if not walks:
         return None
-    summary = Walk.summary([walk for row in sorted(by_row) for walk in by_row[row]], shop.units.shape.block_size)
+    summary = Walk.summary(walks, shop.units.shape.block_size)
+    loss = sum(loss for _, loss, _ in found) / sum(weight for _, _, weight in found)
     if shop.worker.place.is_first:
-        shop.events.evaluation(EvaluationRecord(step=done, **summary))
-        shop.worker.console.note(f"step {done}: held-out acceptance length {summary['acceptance_length']:.3f}")
+        shop.events.evaluation(EvaluationRecord(step=done, **summary, loss=loss))
+        shop.worker.console.note(
+            f"step {done}: held-out acceptance length {summary['acceptance_length']:.3f}, loss {loss:.4f}"
+        )
     return summary["acceptance_length"]
 
 

@@ -137,7 +137,7 @@ def _figures(run: Run, status: Status) -> Table:
         best = f"best {status.best_acceptance_length:.3f} at step {status.best_step:,}"
         table.add_row("acceptance length", f"{lengths[-1]:.3f}", Spark(lengths), best)
     rows = (
-        ("loss", "loss", "{:.4f}", _skipped(status), False),
+        ("loss", "loss", "{:.4f}", _troubles(status), False),
         ("block acceptance", "block_acceptance", "{:.3f}", "training blocks", False),
         ("gradient norm", "gradient_norm", "{:.3g}", "", False),
         ("tokens/s", "tokens_per_second", "", "", True),
@@ -158,8 +158,9 @@ def _figures(run: Run, status: Status) -> Table:
     return table
 
 
-def _skipped(status: Status) -> str:
-    return f"updates skipped: {status.skipped_updates}" if status.skipped_updates else ""
+def _troubles(status: Status) -> str:
+    known = {"updates skipped": status.skipped_updates, "recompiled": status.recompiles}
+    return ", ".join(f"{name}: {count}" for name, count in known.items() if count)
 
 
 def _ceiling(status: Status) -> str:
