@@ -15,15 +15,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 import draftsmith.train
 from draftsmith.__main__ import parse_recipe
+from draftsmith.device_spans import DeviceEventLog
 from draftsmith.events import EventLog, StepRecord
 from draftsmith.options import TrainOptions
+from draftsmith.run import RunDirectory
+from draftsmith.topology import Place
 
 SKIP = 2  # intervals that warm up
 
 
-class Switched(EventLog):
+class Switched(DeviceEventLog if torch.cuda.is_available() else EventLog):
     """An event log that is off in every second interval and notes how long each interval took."""
 
     intervals: list[tuple[bool, float, float]] = []
@@ -43,6 +48,9 @@ class Switched(EventLog):
         Switched.spans += 1
         return super().span(name, **attributes)
 
+    def work(self, name: str, **attributes: Any) -> Any:
+        return super().work(name, **attributes) if self._on else nullcontext()
+
     def step(self, record: StepRecord) -> None:
         if self._on:
             super().step(record)
@@ -53,12 +61,16 @@ class Switched(EventLog):
 
 def main() -> None:
     options, config = parse_recipe(TrainOptions, [sys.argv[1], "--run", *sys.argv[2:]], "overhead", "")
-    with patch.object(draftsmith.train, "EventLog", Switched):
+    with patch.object(draftsmith.train, "open_log", open_switched):
         draftsmith.train.train(config, Path(options.run))
     print(f"{len(Switched.intervals)} intervals of {config.run.log_every} steps; {Switched.spans} spans")
     for clock, place in (("wall clock", 1), ("processor", 2)):
         compare(clock, [(one[0], one[place] / config.run.log_every) for one in Switched.intervals[SKIP:]])
     alone(Path(options.run) / "alone")
+
+
+def open_switched(run: RunDirectory, place: Place) -> Switched:
+    return Switched(run.path, place.role, run.attempt, place.number)
 
 
 def compare(clock: str, intervals: list[tuple[bool, float]]) -> None:

@@ -132,7 +132,7 @@ def _unit(trainer: EventLog, targets: list[EventLog], clock: Clock, unit: int, n
     with trainer.span("step", unit=unit):
         clock.sleep(seconds)
     if unit % 2:
-        with trainer.span("all_reduce", unit=unit):
+        with trainer.span("update", unit=unit):
             clock.sleep(0.006)
 
 

@@ -312,6 +312,72 @@ def test_progress_of_other_work() -> None:
     assert "10 of 10 rows" in shown.getvalue()
 
 
+class LateEvent:
+    """Stands for a CUDA event of a device that does everything 5 ms after it was asked to."""
+
+    broken = False
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.at = time.monotonic_ns() + 5_000_000
+
+    def query(self) -> bool:
+        return time.monotonic_ns() >= self.at
+
+    def synchronize(self) -> None:
+        if LateEvent.broken:
+            raise RuntimeError("the device has failed")
+        time.sleep(max(0, self.at - time.monotonic_ns()) / 1e9)
+
+    def elapsed_time(self, later: "LateEvent") -> float:
+        return (later.at - self.at) / 1e6
+
+
+@pytest.fixture
+def late_device(monkeypatch: pytest.MonkeyPatch) -> type[LateEvent]:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return LateEvent
+
+
+def test_a_devices_work_stands_beside_its_hosts(tmp_path: Path, late_device: type[LateEvent]) -> None:
+    from draftsmith.device_spans import DeviceEventLog
+
+    with DeviceEventLog(tmp_path, "both", 0, 0) as log:
+        for unit in range(3):
+            with log.work("step", unit=unit):
+                time.sleep(0.002)
+        log.step(StepRecord(step=1, loss=1.0))
+        with log.work("update", step=1):
+            pass
+    run = read_run(tmp_path, spans=True)
+    host, device = sorted(run.sessions, key=lambda s: s.of_device)
+    assert (host.worker, device.worker) == (f"{HERE}.both0", f"{HERE}.both-gpu0") and run.state() == "finished"
+    first, second = (next(s for s in session.spans() if s.name == "step") for session in (host, device))
+    assert first.attributes == second.attributes == {"unit": [0, 1, 2]}
+    assert all(second.start - first.start > 0.0049), "each when the device did it"
+    assert [s.name for s in device.spans()] == ["step", "update"] and len(device.busy()) == 2
+    assert status_of(run).bottleneck is None, "one role, on its host and its device"
+
+
+def test_a_device_that_failed_is_not_waited_for(
+    tmp_path: Path, late_device: type[LateEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftsmith.device_spans import DeviceEventLog
+
+    with pytest.raises(ZeroDivisionError), DeviceEventLog(tmp_path, "both", 0, 0) as log:
+        with log.work("step", unit=0):
+            pass
+        monkeypatch.setattr(late_device, "broken", True)
+        1 / 0  # noqa: B018
+    assert read_run(tmp_path).state() == "failed"
+
+
 def test_numbers_and_durations() -> None:
     assert [number(v) for v in (None, 0, 7, 0.5, 1234, 12_345, 999_999, 2.5e6, 3e9)] == [
         "–", "0", "7", "0.5", "1,234", "12.3 k", "1 M", "2.5 M", "3 G",

@@ -10,6 +10,10 @@ from draftsmith.device_spans import DeviceSpans
 from draftsmith.events import EventLog
 from draftsmith.history import read_run
 from draftsmith.meters import Meter
+from draftsmith.run import EXIT_DONE
+from draftsmith.train import train
+from pipeline import recipe
+from toy import toy_place
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +51,19 @@ def test_device_spans_tell_what_the_gpu_did(tmp_path: Path) -> None:
     for i, (begin_s, end_s) in enumerate(steps):
         assert 1e13 < flops / (end_s - begin_s) < 1.2e15, "a rate that the device can have"
         assert i == 0 or begin_s > steps[i - 1][1] - 1e-4, "one after the other"
+
+
+def test_a_run_shows_what_its_gpu_did(tmp_path: Path) -> None:
+    place = toy_place(tmp_path)
+    assert train(recipe(place, steps=6, device="cuda", mode="eager"), tmp_path / "run") == EXIT_DONE
+    run = read_run(tmp_path / "run", spans=True)
+    (device,) = (session for session in run.sessions if session.of_device)
+    found: dict[str, list[int]] = {}
+    for columns in device.spans():
+        assert (columns.seconds >= 0).all()
+        assert (columns.start > device.start).all() and (columns.start + columns.seconds < device.last + 1e-3).all()
+        found.setdefault(columns.name, []).extend(columns.attributes.get("unit", columns.attributes.get("step", [])))
+    assert found["step"] == list(range(18)) and found["update"] == found["wait_peers"] == list(range(1, 7))
+    assert set(range(18)) <= set(found["prefill"])
+    for line in device.busy():
+        assert 0 < sum(line["span_seconds"].values()) <= line["seconds"] * 1.01, "one thing at a time"

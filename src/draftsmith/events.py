@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,8 @@ FORMAT = 1
 
 # A span whose name starts so is time spent waiting; every other span is work.
 WAIT_PREFIX = "wait"
+# The role in the name of a device's own event file, behind its worker's (device_spans.py).
+DEVICE_SUFFIX = "-gpu"
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,13 @@ class EventLog:
     def span(self, name: str, **attributes: Any) -> "Span":
         """`with log.span("prefill", unit=u):` names what this worker does; names starting with wait_ count as waiting.
 
-        Host clock: on a GPU it covers the launch, unless the block waits; device_spans.py has the device's times.
+        Host clock: on a GPU it covers the launch, unless the block waits; `work` has the device's times, too.
         """
         return Span(self._spans.append, name, attributes or None)
+
+    def work(self, name: str, **attributes: Any) -> AbstractContextManager[None]:
+        """A span of work that a device does; device_spans.py times it on the device's clock as well."""
+        return self.span(name, **attributes)
 
     def add_span(self, name: str, start_ns: int, end_ns: int, **attributes: Any) -> None:
         """A span measured elsewhere, both ends on the time.monotonic_ns() clock."""

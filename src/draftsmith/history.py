@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.errors import UserError
+from draftsmith.events import DEVICE_SUFFIX
 
 SPANS, BUSY, OPEN = (b'{"kind":"%s"' % kind for kind in (b"spans", b"busy", b"open"))
 _SPAN_HEAD = re.compile(rb'"name":"([^"]*)","start":([0-9.]+)')
@@ -48,6 +49,11 @@ class Session:
     """Time of the newest event."""
     ended: bool = False
     error: str | None = None
+
+    @property
+    def of_device(self) -> bool:
+        """It tells of a worker's GPU, beside the worker's own one."""
+        return self.role.endswith(DEVICE_SUFFIX)
 
     def busy(self, last: int = 0) -> list[dict[str, Any]]:
         """The sums over intervals, parsed on demand: all, or the `last` ones."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from draftsmith.device_spans import open_log
 from draftsmith.events import EventLog
 from draftsmith.host import Worker
 from draftsmith.job import dtype_of
@@ -14,10 +15,11 @@ from draftsmith.run import EXIT_DONE
 from draftsmith.slots import Transport, choose_transport, make_slots
 from draftsmith.static import StaticUnit
 from draftsmith.step_modes import COMPILE_LOCK
+from draftsmith.taps import attribute
 from draftsmith.target import Target
 from draftsmith.unit import Unit
 
-FLUSH_EVERY = 50  # items between writes to the event file
+FLUSH_EVERY = 50  # items between writes to the event file, for which a GPU has to be waited for
 
 
 def target_role(worker: Worker, look: Callable[[Target], None] | None = None) -> int:
@@ -27,7 +29,7 @@ def target_role(worker: Worker, look: Callable[[Target], None] | None = None) ->
     """
     job, place = worker.job, worker.place
     device, dtype = torch.device(place.device), dtype_of(job.config, torch.device(place.device))
-    with EventLog(worker.run.path, "target", worker.run.attempt, place.number) as events:
+    with open_log(worker.run, place) as events:
         with COMPILE_LOCK:
             target = job.load_target(device)
             if look is not None:
@@ -94,7 +96,7 @@ class Prefill:
             if slot is None:
                 return
             self._static.load(unit)
-            with self._events.span("prefill", **{"unit" if item.kind == "unit" else "row": item.number}):
+            with self._events.work("prefill", **attribute(item.kind, item.number)):
                 self._prefill(slot)
             done = self._record()
             self._say()

@@ -105,7 +105,7 @@ def _head(run: Run, status: Status) -> dict[str, Any]:
     if drafter.get("layers"):
         facts.append(f"{drafter['layers']} draft layers, blocks of {drafter.get('block')}")
     device = next((s.about["device"] for s in run.current() if s.about.get("device")), None)
-    workers = len(run.current())
+    workers = sum(not session.of_device for session in run.current())
     if device or workers:
         facts.append(f"{workers} {'worker' if workers == 1 else 'workers'}" + (f" on {device}" if device else ""))
     if run.sessions:

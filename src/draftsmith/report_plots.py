@@ -28,7 +28,7 @@ PALETTE = dict(
 HATCHES = ("/", "x", "-", ".", "|", "+")
 BARS = 1500  # of a timeline; it is cut there
 POINTS = 600  # of a line; longer courses are means over equal parts
-SPAN_ORDER = ("step", "prefill", "pull", "all_reduce", "update", "evaluate", "checkpoint", "compile")
+SPAN_ORDER = ("step", "prefill", "pull", "update", "evaluate", "checkpoint")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from draftsmith.console import duration, number
-from draftsmith.events import WAIT_PREFIX
+from draftsmith.events import DEVICE_SUFFIX, WAIT_PREFIX
 from draftsmith.history import Run, Session, read_run
 
 RECENT = 20  # log steps that current rates and shares are taken over
@@ -145,12 +145,13 @@ def _worker(session: Session, run_state: str, now: float) -> WorkerStatus:
 
 
 def _bottleneck(sessions: list[Session]) -> str | None:
-    """The role with the highest mean busy share: the others wait for it. None where all workers have one role."""
+    """The role with the highest mean busy share, of its devices if they tell: the others wait for it. None where all
+    workers have one role."""
     by_role: dict[str, list[float]] = defaultdict(list)
-    for session in sessions:
+    for session in [s for s in sessions if s.of_device] or sessions:
         if session.busy_lines:
             by_name = shares(session)
-            by_role[session.role].append(sum(by_name.values()) - waiting(by_name))
+            by_role[session.role.removesuffix(DEVICE_SUFFIX)].append(sum(by_name.values()) - waiting(by_name))
     if len(by_role) < 2:
         return None
     return max(by_role, key=lambda role: sum(by_role[role]) / len(by_role[role]))

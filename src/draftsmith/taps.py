@@ -39,6 +39,11 @@ class Taps(Protocol):
         """Nothing more is needed."""
 
 
+def attribute(kind: Kind, number: int) -> dict[str, int]:
+    """How a span names an item."""
+    return {"unit" if kind == "unit" else "row": number}
+
+
 class OwnTaps:
     """Colocated: the worker's own target prefills in place."""
 
@@ -46,7 +51,7 @@ class OwnTaps:
         self._prefill, self._events = prefill, events
 
     def fill(self, kind: Kind, number: int) -> None:
-        with self._events.span("prefill", **{"unit" if kind == "unit" else "row": number}):
+        with self._events.work("prefill", **attribute(kind, number)):
             self._prefill()
 
     def ahead(self, step: int) -> None:
@@ -92,7 +97,8 @@ class MailedTaps:
             begin = time.monotonic()
             slot = self._take(item)
             self._waited += time.monotonic() - begin
-            self._static.copy_(slot)
+            with self._events.work("pull", **attribute(kind, number)):
+                self._static.copy_(slot)
             self._end.give_back(item)
         else:
             if not self._pulled:
@@ -132,7 +138,7 @@ class MailedTaps:
         self._end.bye()
 
     def _take(self, item: Item) -> Tensor:
-        with self._events.span("wait_taps", **{"unit" if item.kind == "unit" else "row": item.number}):
+        with self._events.span("wait_taps", **attribute(item.kind, item.number)):
             return self._end.take(item)
 
     def _pull(self, item: Item) -> None:
@@ -143,7 +149,8 @@ class MailedTaps:
         slot = self._take(item)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._copied_out)
-            self._staging.copy_(slot, non_blocking=True)
+            with self._events.work("pull", **attribute(item.kind, item.number)):
+                self._staging.copy_(slot, non_blocking=True)
             self._arrived.record(self._stream)
         self._arrived.synchronize()
         self._end.give_back(item)

@@ -18,6 +18,7 @@ from draftsmith import checkpoint
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.config import Config, config_hash
 from draftsmith.console import Console
+from draftsmith.device_spans import open_log
 from draftsmith.drafters.dflash import useful_flops
 from draftsmith.errors import UserError
 from draftsmith.events import EvaluationRecord, EventLog, StepRecord
@@ -74,7 +75,7 @@ class Workshop:
 
 def trainer(worker: Worker) -> int:
     """The role `trainer` or `both`, from set-up to the last step. Returns EXIT_DONE or EXIT_STOPPED."""
-    events = EventLog(worker.run.path, worker.place.role, worker.run.attempt, worker.place.number)
+    events = open_log(worker.run, worker.place)
     sinks = worker.job.config.run.sinks if worker.place.is_first else ()
     with SinkProcesses(worker.run.path, sinks, worker.console.note), events:
         shop = set_up(worker, events)
@@ -107,9 +108,10 @@ def train_steps(shop: Workshop, loader: Loader[int]) -> int:
         agreed = number > plan.start and step.read().stop
         if worker.stop.watch():
             step.request_stop()
-        with shop.events.span("wait_peers", step=number + 1):
+        with shop.events.work("wait_peers", step=number + 1):
             worker.member.add_up(step.flat.reduced)
-        step.update(learning_rate(number, plan.total, worker.job.config.optim))
+        with shop.events.work("update", step=number + 1):
+            step.update(learning_rate(number, plan.total, worker.job.config.optim))
         shop.taps.ahead(number + 1)
         done = number + 1
         interval.steps += 1
@@ -224,7 +226,7 @@ def accumulate(shop: Workshop, unit: Unit) -> None:
     """One micro-step: unit in, taps in, forward and backward into the flat buffer."""
     shop.step.static.load(unit)
     shop.taps.fill("unit", unit.number)
-    with shop.events.span("step", unit=unit.number):
+    with shop.events.work("step", unit=unit.number):
         shop.step.accumulate()
 
 
