@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -49,6 +50,26 @@ def read_until(process: subprocess.Popen, beginning: str) -> str:
         if line.startswith(beginning):
             return seen
     raise AssertionError(f"ended with {process.wait()} before {beginning!r}:\n{seen}")
+
+
+def in_a_terminal(argv: list[str]) -> tuple[int, str]:
+    """Exit code of a command and everything that its terminal got to show."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30"}
+    process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    screen = b""
+    while chunk := _read(master):
+        screen += chunk
+    os.close(master)
+    return process.wait(), screen.decode()
+
+
+def _read(master: int) -> bytes:
+    try:
+        return os.read(master, 65536)
+    except OSError:  # the other side is gone
+        return b""
 
 
 def records(run: Path, kind: str) -> list[dict]:

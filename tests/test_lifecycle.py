@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from pipeline import (
     agents_of,
     command,
     ended,
+    in_a_terminal,
     kill,
     losses,
     pids,
@@ -48,6 +50,19 @@ def uncut(place) -> Path:
     """The run that nothing happens to, of one trainer."""
     assert train(recipe(place, 1, 1, steps=STEPS), place / "uncut") == EXIT_DONE
     return place / "uncut"
+
+
+@pytest.mark.parametrize("targets", [0, 1], ids=["colocated", "split"])
+def test_a_terminal_shows_a_bar_with_the_time_left_and_gets_its_cursor_back(place, targets):
+    run = place / f"terminal_{targets}"
+    c = recipe(place, targets, 1, "processes", steps=40, stop_after=30, evaluate_every=0)
+    code, text = in_a_terminal([*command(place, run, c), "--unchecked"])
+    assert code == EXIT_STOPPED, text
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert all(f"step {step:>2}/40  loss" in plain for step in range(1, 31)), "every log step stays on the screen"
+    assert re.search(r"train [━╸╺]+ \d+ of 40 steps \d:\d\d:\d\d", plain) and re.search(r"\d s left", plain)
+    assert ("load the target" in plain) == (targets == 0), "a target that is another process has a log of its own"
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") > 0, "the cursor was hidden and is back"
 
 
 def split(place: Path, **run):

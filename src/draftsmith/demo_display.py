@@ -95,8 +95,8 @@ class Display(Console):
 
     @contextmanager
     def progress(self, description: str, total: int | None, unit: str = "items") -> Iterator[Advance]:
-        """Counted work of `evaluate`, shown as the current stage."""
-        yield _StageAdvance(self, total, unit)
+        """Counted work of `evaluate`, shown as the current stage; loading is a small part of one."""
+        yield Advance(total) if description.startswith("load ") else _StageAdvance(self, total, unit)
 
     def done(self) -> float:
         """Weight of what is complete."""

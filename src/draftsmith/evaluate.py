@@ -80,8 +80,10 @@ class Session:
 
 def evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
     """Decode all prompts and return figures and texts as JSON-ready values; UserError for the user's mistakes."""
-    session = open_session(options)
     console = console or Console()
+    with console.progress("load drafter and target", None, "models") as bar:
+        session = open_session(options)
+        bar.advance(2)
     dialogues: list[list[dict[str, str]]] = [[] for _ in session.prompts]
     answers: list[Answer] = []
     seconds = {p.set: Seconds() for p in session.prompts}

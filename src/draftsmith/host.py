@@ -8,7 +8,7 @@ import platform
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import TextIO
 import torch
 
 from draftsmith.config import Config
-from draftsmith.console import Console, step_line
+from draftsmith.console import Advance, Console, no_progress, step_line
 from draftsmith.events import StepRecord
 from draftsmith.job import Job, open_job, topology_of
 from draftsmith.loop import StopRequest
@@ -106,6 +106,15 @@ class Notes:
         if self._console is not None:
             self._console.step(record, total)
 
+    def progress(self, description: str, total: int | None, unit: str) -> AbstractContextManager[Advance]:
+        """Console.progress, if there is a console."""
+        return (self._console.progress if self._console else no_progress)(description, total, unit)
+
+    def close(self) -> None:
+        """Take the console's progress display away."""
+        if self._console is not None:
+            self._console.close()
+
     def _line(self, text: str) -> None:
         if self._log is not None:
             self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
@@ -146,9 +155,10 @@ def run_places(
         )
         for i, place in enumerate(places)
     ]  # fmt: skip
-    if len(workers) == 1:
-        return play(workers[0])
-    return Threads(workers, team).run()
+    try:
+        return play(workers[0]) if len(workers) == 1 else Threads(workers, team).run()
+    finally:
+        console.close()
 
 
 def play(worker: Worker) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from draftsmith import models
 from draftsmith.config import Config
+from draftsmith.console import ShowProgress, no_progress
 from draftsmith.data.shards import Corpus
 from draftsmith.data.template import check_matches
 from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
@@ -63,11 +64,12 @@ class Job:
         """A held-out row as the chunks of its valid anchors (unit.py)."""
         return evaluation_chunks(self.held_out, self.rows[number], self.shape, number)
 
-    def load_target(self, device: torch.device) -> Target:
+    def load_target(self, device: torch.device, progress: ShowProgress = no_progress) -> Target:
         c = self.config
         return Target.load(
             self.directory, self.drafter.taps, dtype_of(c, device), device,
             mode=c.run.mode, rows=row_plan(self), trust_remote_code=c.target.trust_remote_code,
+            progress=progress,
         )  # fmt: skip
 
     def make_drafter(self) -> DFlash:

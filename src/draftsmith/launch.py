@@ -134,6 +134,8 @@ def run_workers(
         for line in explain(failure, topology, path, out_of_memory_kills() - killed_before):
             console.note(line)
         return EXIT_USER if failure.exitcode == EXIT_USER else EXIT_FAILED
+    finally:
+        console.output.show_cursor()  # a killed worker that hid it for its progress display cannot
     return read_outcome(RunDirectory(path, attempt_of(path)))
 
 
@@ -165,6 +167,7 @@ def asking_to_stop(path: Path) -> Iterator[None]:
     def ask(number: int, _frame: object) -> None:
         nonlocal asked
         if asked or not (path / "running.json").exists():
+            Console().output.show_cursor()
             print(f"draftsmith train: ended at once by {signal.Signals(number).name}", file=sys.stderr, flush=True)
             os._exit(128 + number)
         asked = True

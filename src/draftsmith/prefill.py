@@ -31,7 +31,7 @@ def target_role(worker: Worker, look: Callable[[Target], None] | None = None) ->
     device, dtype = torch.device(place.device), dtype_of(job.config, torch.device(place.device))
     with open_log(worker.run, place) as events:
         with COMPILE_LOCK:
-            target = job.load_target(device)
+            target = job.load_target(device, worker.console.progress)
             if look is not None:
                 look(target)
         worker.meet()

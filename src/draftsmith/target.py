@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.console import ShowProgress, no_progress
 from draftsmith.errors import UserError
 from draftsmith.mask_token import check_mask_token, find_mask_token, unused_rows
 from draftsmith.target_attention import PACKED, DocumentLoop, Kernel, attach, register
@@ -59,6 +60,7 @@ class Target:
     def load(
         cls, directory: Path, taps: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, *,
         mode: str = "eager", rows: RowPlan | None = None, kernel: str = "auto", trust_remote_code: bool = False,
+        progress: ShowProgress = no_progress,
     ) -> "Target":  # fmt: skip
         """Read what the taps need of the model in `directory`, and prove that documents of a packed row stay apart.
 
@@ -74,7 +76,7 @@ class Target:
             raise UserError(f"target.taps {bad or '()'}: the target has layers 0..{text.num_hidden_layers - 1}")
         register()
         count = max(taps) + 1
-        decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code).to(device)
+        decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code, progress).to(device)
         target = cls.over(decoder, taps, device, mode=mode, rows=rows, kernel=kernel)
         tower = "" if text is config else ", the text tower alone"
         stored = ", quantised" if is_quantized(config) else ""

@@ -7,7 +7,9 @@ names) still applies. Quantised and GGUF checkpoints go through transformers' qu
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from draftsmith.console import ShowProgress, no_progress
 from draftsmith.errors import UserError
 from draftsmith.target_facts import first_line, gguf_file
-from draftsmith.weights import Shards
+from draftsmith.weights import HEAD_LEAVES, Shards, StoredTensor
 
 
 def load_decoder(
-    directory: Path, config: Any, count: int, dtype: torch.dtype, attention: str, trust_remote_code: bool = False
-) -> nn.Module:
+    directory: Path, config: Any, count: int, dtype: torch.dtype, attention: str, trust_remote_code: bool = False,
+    progress: ShowProgress = no_progress,
+) -> nn.Module:  # fmt: skip
     """The decoder of `config`'s text model with layers 0..count-1, on the CPU, in eval mode, without gradients.
 
     `attention` is the name of the attention implementation. UserError names the file and tensor that is missing, of a
@@ -38,6 +42,7 @@ def load_decoder(
         ignore_mismatched_sizes=True,
     )
     place: Path | None = directory
+    stored: dict[str, StoredTensor] = {}
     if gguf := gguf_file(directory):
         if not (find_spec("gguf") and find_spec("accelerate")):
             raise UserError(f"{gguf}: transformers reads GGUF with the packages gguf and accelerate; install both")
@@ -50,14 +55,25 @@ def load_decoder(
             options["key_mapping"] = {f"^{prefix.replace('.', chr(92) + '.')}": ""} if prefix else None
         else:
             names = {n: n.removeprefix(prefix) for n in shards.tensors if n.startswith(prefix)}
-            options["state_dict"], place = {new: shards.tensors[old].widened(dtype) for old, new in names.items()}, None
+            stored, place = {new: shards.tensors[old].widened(dtype) for old, new in names.items()}, None
+    wanted = sum(_is_wanted(name, count) for name in stored) or None
     try:
-        with quiet():
+        with quiet(), progress("load the target", wanted, "tensors") as bar:
+            if stored:
+                options["state_dict"] = {name: replace(tensor, told=bar.advance) for name, tensor in stored.items()}
             model, info = cut(family, count).from_pretrained(place, **options)
+            if not stored:
+                bar.advance(len(model.state_dict()))
     except (ValueError, RuntimeError, ImportError, KeyError, OSError) as error:
         raise UserError(f"{directory}: transformers cannot load it: {first_line(error)}") from None
     _check(info, shards, prefix if not gguf else "", directory)
     return model.eval().requires_grad_(False)
+
+
+def _is_wanted(name: str, count: int) -> bool:
+    """Whether a decoder of `count` layers has a tensor: no head, no later layer. For what people see only."""
+    layer = re.search(r"\.(\d+)\.", name)
+    return not set(name.split(".")) & set(HEAD_LEAVES) if layer is None else int(layer[1]) < count
 
 
 def _without_native_kernels(text: Any) -> Any:

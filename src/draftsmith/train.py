@@ -151,11 +151,13 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
     device, colocated = torch.device(place.device), place.role == "both"
     dtype, c = dtype_of(job.config, device), job.config
     with COMPILE_LOCK:  # loading and compiling are not made for several threads
-        target = job.load_target(device) if colocated else None
+        target = job.load_target(device, worker.console.progress) if colocated else None
         step = TrainStep(
             job.make_drafter(), load_tables(job.directory, dtype, device), job.shape, c.loss, c.optim, dtype, device,
             checkpoint_activations=c.run.checkpoint_activations, mode=c.run.mode,
         )  # fmt: skip
+        if not step.prepared:
+            worker.console.note(f"compiling the step for mode {step.mode}")
         step.prepare()
     worker.meet()
     for line in target.report() if target is not None else []:

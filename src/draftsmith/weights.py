@@ -1,6 +1,7 @@
 """Tensors of a target by name, read lazily from its safetensors shards: embedding, head, and its last layers."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,9 +40,14 @@ class StoredTensor:
     end: int
     wanted: torch.dtype | None = None
     """What `[...]` converts to while reading, None for the stored dtype."""
+    told: Callable[[], None] | None = None
+    """Called when `[...]` has read it."""
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.read(self.wanted)[index]
+        whole = self.read(self.wanted)
+        if self.told is not None:
+            self.told()
+        return whole[index]
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor on the CPU; converted piece by piece, so that it never stands in memory twice."""
