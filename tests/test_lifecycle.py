@@ -52,7 +52,7 @@ def uncut(place) -> Path:
     return place / "uncut"
 
 
-@pytest.mark.parametrize("targets", [0, 1], ids=["colocated", "split"])
+@pytest.mark.parametrize("targets", [0, pytest.param(1, marks=pytest.mark.long)], ids=["colocated", "split"])
 def test_a_terminal_shows_a_bar_with_the_time_left_and_gets_its_cursor_back(place, targets):
     run = place / f"terminal_{targets}"
     c = recipe(place, targets, 1, "processes", steps=40, stop_after=30, evaluate_every=0)
