@@ -152,7 +152,7 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
             checkpoint_activations=c.run.checkpoint_activations, mode=c.run.mode,
         )  # fmt: skip
         step.prepare()
-    worker.meet()
+    worker.all_set_up.wait(may_compile=target is not None and target.may_compile)
     for line in target.report() if target is not None else []:
         worker.console.note(line)
     units = job.units(run.path)
