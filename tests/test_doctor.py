@@ -30,7 +30,7 @@ from draftsmith.doctor_probe import CompileWatch, Launches
 from draftsmith.doctor_run import Findings, examine
 from draftsmith.doctor_verdict import Verdict, failed, merge, passed, render
 from draftsmith.events import EventLog
-from draftsmith.host import Notes, Worker
+from draftsmith.host import Meeting, Notes, Worker
 from draftsmith.job import open_job, topology_of
 from draftsmith.loop import Loader, StopRequest
 from draftsmith.run import open_run
@@ -75,6 +75,7 @@ def examined(place: Path, run: Path, step: type | None = None, target: type | No
         Team(1).member(0),
         None,
         False,
+        Meeting(1, 60.0, forbids=False),
     )
     findings = Findings("both 0")
     with CompileWatch() as watch, EventLog(run, "both", 0) as events:

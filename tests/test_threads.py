@@ -1,4 +1,4 @@
-"""What a mode refuses, in which thread; a toy step for this and for test_step.py."""
+"""Compiled steps in several threads, and what a mode refuses, in which thread; a toy step for this and for test_step.py."""
 
 import threading
 
@@ -9,8 +9,10 @@ from draftsmith import step_modes
 from draftsmith.config import LossConfig, OptimConfig
 from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
 from draftsmith.errors import UserError
+from draftsmith.host import Meeting
 from draftsmith.loss import Head
 from draftsmith.step import Tables, TrainStep
+from draftsmith.step_modes import COMPILE_LOCK
 from draftsmith.unit import UnitSequence, UnitShape
 from toy import random_corpus
 
@@ -66,3 +68,58 @@ def test_graph_on_the_cpu_is_refused():
     with pytest.raises(UserError, match="CUDA"):
         step_modes.resolve_mode("graph", torch.device("cpu"))
     assert step_modes.resolve_mode("auto", torch.device("cpu")) == "eager"
+
+
+def train_in_threads(workers: list[tuple[str, int]]) -> list[list[float]]:
+    """Losses of one trainer a (mode, seed): each builds, compiles and trains in a thread of its own, all at once."""
+    meeting = Meeting(len(workers), 300.0)
+    found: dict[int, list[float]] = {}
+
+    def work(index: int, mode: str, seed: int) -> None:
+        with COMPILE_LOCK:
+            step = make_step(mode, seed)
+            step.prepare()
+        meeting.wait()
+        found[index] = losses(step)
+
+    threads = [threading.Thread(target=work, args=(i, *one)) for i, one in enumerate(workers)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        step_modes.allow_recompiles()
+    return [found.get(i, []) for i in range(len(workers))]
+
+
+def check_threads(rounds: int) -> None:
+    torch._dynamo.reset()
+    alone = [losses(make_step("compile", seed)) for seed in (0, 1)]
+    assert alone[0] != alone[1]
+    for _ in range(rounds):
+        torch._dynamo.reset()  # each round compiles anew
+        assert train_in_threads([("compile", 0), ("compile", 1)]) == alone
+
+
+def test_two_threads_compile_and_train_at_once():
+    check_threads(rounds=2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_two_threads_compile_and_train_at_once_many_times():
+    check_threads(rounds=40)
+
+
+def test_a_recompile_after_the_meeting_is_an_error():
+    step = make_step("compile")
+    step.prepare()
+    Meeting(1, 1.0).wait()
+    try:
+        losses(step, 1)
+        step.checkpoint_activations = True  # a guard of the compiled function
+        with pytest.raises(RuntimeError, match="[Rr]ecompile"):
+            step.accumulate()
+    finally:
+        step_modes.allow_recompiles()

@@ -1,6 +1,6 @@
 """`draftsmith bench pipeline`: whole runs of `draftsmith train` on random weights, in several topologies on one device.
 
-Writes a target of the asked shape (layers up to the last tap, random weights in bfloat16) and a prepared corpus of
+Writes a target of the asked shape (as many layers as a run reads, random weights in bfloat16) and a prepared corpus of
 random documents to disk, trains on them through the command line, and reads the figures from each run's own events:
 loader, prefill, hand-over, step, update and log are all included, compilation is not. One more colocated run under
 torch's profiler gives the share of the time in which the device ran nothing.
@@ -23,12 +23,13 @@ from draftsmith.errors import UserError
 from draftsmith.history import read_run
 from draftsmith.run import write_json
 
-Way = Literal["colocated", "split", "threads", "pinned"]
+Way = Literal["colocated", "split", "threads", "pinned", "two"]
 WAYS: dict[Way, dict[str, Any]] = {
     "colocated": {},
     "split": {"targets": 1, "trainers": 1},
     "threads": {"targets": 1, "trainers": 1, "workers": "threads"},
     "pinned": {"targets": 1, "trainers": 1, "transport": "pinned"},
+    "two": {"trainers": 2},
 }
 
 
@@ -40,7 +41,7 @@ class BenchPipelineOptions:
     """Directory for the target (16 GB for qwen3-8b), the corpus and the runs; what is there already is used again."""
     shape: Literal["qwen3-8b", "qwen3-4b", "qwen3-0.6b", "tiny"] = "qwen3-8b"
     ways: tuple[Way, ...] = ("colocated", "split", "threads")
-    """split and threads: one target and one trainer."""
+    """split, threads and pinned: one target and one trainer; two: two colocated trainers."""
     tokens: int = 4096
     """Tokens of a unit (T)."""
     anchors: int = 1904
@@ -104,6 +105,7 @@ def main(options: BenchPipelineOptions) -> int:
         run = train(options, target, corpus, way, options.steps)
         figures.append(figures_of(run, way, options))
         print(figures[-1].line(), flush=True)
+        shutil.rmtree(run / "checkpoints")  # 12 GB for qwen3-8b
     values: dict[str, Any] = {"options": str(options), "runs": [vars(f) for f in figures]}
     if options.idle:
         first = options.skip + 10
@@ -128,7 +130,7 @@ def train(
         "drafter": {"layers": 5, "block": options.block, "init": "random"},
         "unit": {"tokens": options.tokens, "anchors": options.anchors, "per_step": options.per_step},
         "optim": {"steps": steps, "lr": 1e-4},
-        "run": {"log_every": 10, "evaluate_every": 0, "evaluate_units": 1, "save_every": 10**9},
+        "run": {"log_every": 10, "evaluate_every": 0, "evaluate_units": 1, "save_every": 10**9, "keep_last": 1},
         "topology": WAYS[way],
     }
     written = options.out / f"{run.name}.json"
@@ -203,7 +205,8 @@ def vocabulary(shape: str) -> int:
 
 
 def write_target(directory: Path, shape: str) -> None:
-    """Random weights in the Hugging Face layout, one file a layer, the layers after the last tap left out."""
+    """Random weights in the Hugging Face layout, one file a layer, up to the one after the last tap: by its input
+    transformers itself knows the last tap, with which `draftsmith doctor` compares."""
     import torch
     from safetensors.torch import save_file
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -218,7 +221,7 @@ def write_target(directory: Path, shape: str) -> None:
     files: dict[str, dict[str, torch.Size]] = {}
     for name, size in shapes.items():
         layer = int(name.split(".")[2]) if ".layers." in name else -1
-        if layer <= last:
+        if layer <= last + 1:
             files.setdefault(f"layer_{layer}.safetensors" if layer >= 0 else "tables.safetensors", {})[name] = size
     directory.mkdir(parents=True, exist_ok=True)
     where = {}

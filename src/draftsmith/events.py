@@ -67,7 +67,7 @@ class StepRecord:
     gpu_utilisation_percent: float | None = None
     power_watts: float | None = None
     recompiles: int | None = None
-    """Compilations since training began, of the process that wrote the record; 0 unless a shape or the like changes."""
+    """Compilations since training began, of the process that wrote the record: parts of a target that it met late."""
     replays: int | None = None
     """CUDA graph replays of the step since training began: one a unit, one an update. Of the first trainer."""
     busy_seconds: float | None = None

@@ -24,6 +24,7 @@ from draftsmith.loop import StopRequest
 from draftsmith.mailbox import Patience, PeerLost, TargetEnd, TrainerEnd
 from draftsmith.run import RunDirectory, close_run, open_run
 from draftsmith.slots import SlotMemory, accept, offer, receive, socket_pairs
+from draftsmith.step_modes import allow_recompiles, forbid_recompiles
 from draftsmith.team import Member, Team
 from draftsmith.topology import Place, Topology
 
@@ -75,19 +76,36 @@ class Worker:
     mail: Mail | None
     """None when colocated."""
     resumes: bool
+    all_set_up: "Meeting"
+    """Of the workers of this process."""
     profile: str | None = None
     """Steps to profile, of the first trainer."""
-    all_set_up: threading.Barrier | None = None
-    """Of the workers in threads."""
 
-    def meet(self) -> None:
-        """Call it when models are loaded, compiled and captured: a thread that uses the GPU, however little, breaks the
-        capture of another one."""
-        if self.all_set_up is not None:
-            try:
-                self.all_set_up.wait()
-            except threading.BrokenBarrierError:
-                raise PeerLost("another worker thread is gone or silent") from None
+
+class Meeting:
+    """Where the workers of one process wait until all have loaded, compiled and captured: a thread that uses the GPU,
+    however little, breaks the capture of another one. From then on a recompile is an error, unless a worker needs it."""
+
+    def __init__(self, workers: int, seconds: float, forbids: bool = True):
+        self._barrier = threading.Barrier(workers, self._all_here, seconds)
+        self._forbids = forbids
+
+    def wait(self, may_compile: bool = False) -> None:
+        """`may_compile`: a model that breaks into parts compiles some of them only when it needs them."""
+        if may_compile:
+            self._forbids = False
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerLost("another worker thread is gone or silent") from None
+
+    def abort(self) -> None:
+        """Whoever waits learns that another one has failed."""
+        self._barrier.abort()
+
+    def _all_here(self) -> None:
+        if self._forbids:
+            forbid_recompiles()
 
 
 class Notes:
@@ -146,12 +164,14 @@ def run_places(
     mails = mails or (thread_mails(places, run.attempt, patience) if places[0].topology.targets else [])
     quiet = Notes(None, None) if len(places) > 1 else console
     trainers = [place for place in places if place.role != "target"]
-    barrier = threading.Barrier(len(places), timeout=patience.first) if len(places) > 1 else None
+    meeting = Meeting(
+        len(places), patience.first, forbids=not run.examination.is_file()
+    )  # the doctor counts recompiles
     workers = [
         Worker(
             job, run, place, stop, console if place.is_first else quiet,
             team.member(trainers.index(place)) if place in trainers else None, mails[i] if mails else None, resume,
-            profile if place.is_first else None, barrier,
+            meeting, profile if place.is_first else None,
         )
         for i, place in enumerate(places)
     ]  # fmt: skip
@@ -159,6 +179,7 @@ def run_places(
         return play(workers[0]) if len(workers) == 1 else Threads(workers, team).run()
     finally:
         console.close()
+        allow_recompiles()
 
 
 def play(worker: Worker) -> int:

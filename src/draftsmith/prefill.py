@@ -34,7 +34,7 @@ def target_role(worker: Worker, look: Callable[[Target], None] | None = None) ->
             target = job.load_target(device, worker.console.progress)
             if look is not None:
                 look(target)
-        worker.meet()
+        worker.all_set_up.wait(may_compile=target.may_compile)
         width = len(job.drafter.taps) * job.drafter.hidden_size
         transport = transport_of(worker, events)
         memory = make_slots(transport, job.config.topology.slots, job.shape.tokens, width, dtype, device)

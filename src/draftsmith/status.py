@@ -177,7 +177,7 @@ def lines(status: Status) -> list[str]:
     if status.skipped_updates:
         out.append(f"  skipped      updates: {status.skipped_updates}")
     if status.recompiles:
-        out.append(f"  recompiled   {status.recompiles} times since training began; something changes its shape")
+        out.append(f"  recompiled   {status.recompiles} times since training began")
     if status.checkpoints:
         out.append(f"  checkpoints  {', '.join(f'{step:,}' for step in status.checkpoints)}")
     for worker in status.workers:

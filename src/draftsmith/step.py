@@ -110,6 +110,8 @@ class TrainStep:
                 self._micro_step()
                 self.flat.reduced.zero_()
                 self._update_step()  # a step without units has denominator 0: it is skipped, whatever the weights
+            if self.mode != "eager":
+                self.evaluate()  # its attention may be a compiled kernel, too
             if kept is not None:
                 self.flat.reduced.copy_(kept)
             for x, value in zip(self._counters(), saved, strict=True):

@@ -8,7 +8,7 @@
 | graph | the compiled micro-step in one torch.cuda.CUDAGraph, replayed for every unit | a second graph |
 
 Threads: torch.compile is not thread-safe, so every thread compiles under COMPILE_LOCK, forward and backward, before any
-thread trains; then `forbid_recompiles`. A CUDA graph belongs to the thread and stream that captured it.
+thread trains; then `forbid_recompiles` (host.Meeting). A CUDA graph belongs to the thread and stream that captured it.
 """
 
 import sys
@@ -43,8 +43,13 @@ def resolve_mode(mode: str, device: torch.device) -> Resolved:
 
 
 def forbid_recompiles() -> None:
-    """From here on a recompile, in any thread, is an error that names its cause. Call it once every thread has prepared."""
+    """From here on compiling anything, in any thread, is an error. Call it once every thread has prepared."""
     torch.compiler.set_stance("fail_on_recompile")
+
+
+def allow_recompiles() -> None:
+    """The process may compile again: its next run does."""
+    torch.compiler.set_stance("default")
 
 
 def compiled_graphs() -> int:

@@ -140,6 +140,11 @@ class Target:
         self._outputs.clear()
         return taps
 
+    @property
+    def may_compile(self) -> bool:
+        """The prefill can meet a part that is not compiled yet."""
+        return any(run.in_parts for run in self._runs.values())
+
     def report(self) -> list[str]:
         """What was loaded and how it runs, one sentence a line."""
         return list(self.notes)

@@ -11,11 +11,15 @@ WARM_UP = 3  # calls before a capture: compilation, autotuning, workspaces
 
 
 class FixedShape:
-    """Static inputs, and a graph over them where mode and model allow it. `notes` says what did not work and why."""
+    """Static inputs, and a graph over them where mode and model allow it. `notes` says what did not work and why.
+
+    `in_parts`: compiled, but in parts with Python between them, some of which may be compiled only when they are needed.
+    """
 
     def __init__(self, forward: Forward, length: int, mode: str, device: torch.device):
         """mode: eager, compile, reduce-overhead or graph (CUDA). What fails falls back to the one before, with a note."""
         self.length, self.mode, self.notes = length, mode, []
+        self.in_parts = False
         self.ids, self.positions = (torch.zeros(1, length, dtype=torch.int64, device=device) for _ in range(2))
         self.positions.copy_(torch.arange(length, device=device))
         self._call = forward if mode == "eager" else self._compiled(forward)
@@ -43,6 +47,7 @@ class FixedShape:
                 what = "does not compile as one graph" if whole else "does not compile, runs eagerly"
                 self.notes.append(f"{what}: {_reason(error)}")
             else:
+                self.in_parts = not whole
                 return call
         self.mode = "eager"
         return forward

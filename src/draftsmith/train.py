@@ -159,7 +159,7 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         if not step.prepared:
             worker.console.note(f"compiling the step for mode {step.mode}")
         step.prepare()
-    worker.meet()
+    worker.all_set_up.wait(may_compile=target is not None and target.may_compile)
     for line in target.report() if target is not None else []:
         worker.console.note(line)
     units = job.units(run.path)
