@@ -28,7 +28,7 @@ class Compilation:
     trigger: str
     thread: str
     locked: bool
-    """The thread held COMPILE_LOCK."""
+    """The thread held COMPILE_LOCK, or is one of autograd's, which works for a thread that holds it."""
     place: str
     """The product's line that led to it."""
 
@@ -53,9 +53,19 @@ class CompileWatch:
 
     def _begin(self, args: Any) -> None:
         locked = COMPILE_LOCK._is_owned()  # threading.Condition's own way to ask
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            locked = someone_compiles()  # a GPU's backward, compiled at its first run in autograd's thread
         self.seen.append(
             Compilation(args.callback_trigger.name.lower(), threading.current_thread().name, locked, own_line())
         )
+
+
+def someone_compiles() -> bool:
+    """A thread holds COMPILE_LOCK."""
+    free = COMPILE_LOCK.acquire(blocking=False)
+    if free:
+        COMPILE_LOCK.release()
+    return not free
 
 
 def recompile_reasons() -> list[str]:
@@ -115,6 +125,7 @@ def host_reads(run: Callable[[], None], device: torch.device) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
+        caught.clear()  # switching it on warns as well, that it is a prototype
         try:
             run()
         finally:
