@@ -13,7 +13,7 @@ from draftsmith.errors import UserError
 from draftsmith.export import cast_weights, export, load_drafter, main, probe_logits, serve_commands
 from draftsmith.layouts import shape_from_zlab
 from draftsmith.options import ExportOptions
-from draftsmith.weights import load_tables
+from draftsmith.tables import load_tables
 from tiny_models import random_drafter, save_target, shape_for, tiny_target, write_checkpoint
 
 

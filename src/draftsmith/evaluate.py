@@ -30,8 +30,8 @@ from draftsmith.loss import Head
 from draftsmith.options import EvaluateOptions
 from draftsmith.step import Tables
 from draftsmith.target_load import quiet
+from draftsmith.target_scales import Scales, measure_scales
 from draftsmith.walk import per_position
-from draftsmith.weights import table_scales
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,9 @@ def open_session(options: EvaluateOptions) -> Session:
         raise UserError(f"{directory}: the tokenizer has no chat template, and the drafter's recipe names none")
     model = load_model(directory, dtype, device, info.trusts_remote_code)
     cast_weights(drafter, dtype, device)
+    tables = shared_tables(model, measure_scales(directory, model.config, info.trusts_remote_code))
     return Session(
-        prompts, tokenizer, info, Decoder(model, drafter, shared_tables(model), options.block or 0), Decoder(model),
+        prompts, tokenizer, info, Decoder(model, drafter, tables, options.block or 0), Decoder(model),
         stop_tokens(model, tokenizer), options,
     )  # fmt: skip
 
@@ -163,11 +164,10 @@ def device_and_dtype(options: EvaluateOptions) -> tuple[torch.device, torch.dtyp
     return device, {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
 
 
-def shared_tables(model: PreTrainedModel) -> Tables:
+def shared_tables(model: PreTrainedModel, scales: Scales) -> Tables:
     """The loaded model's own embedding and head as the drafter needs them; nothing is copied."""
-    scale, logit_scale, softcap = table_scales(model.config.get_text_config())
-    head = Head(model.get_output_embeddings().weight, logit_scale, softcap)
-    return Tables(model.get_input_embeddings().weight, scale, head)
+    head = Head(model.get_output_embeddings().weight, scales.logit, scales.softcap)
+    return Tables(model.get_input_embeddings().weight, scales.embedding, head)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

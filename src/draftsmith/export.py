@@ -33,8 +33,8 @@ from draftsmith.layouts import (
 )
 from draftsmith.options import ExportOptions
 from draftsmith.step import Tables
+from draftsmith.tables import load_tables
 from draftsmith.target_facts import describe
-from draftsmith.weights import load_tables
 
 Layout = Literal["zlab", "speculators"]
 METADATA = "draftsmith.json"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import UserError
 from draftsmith.mask_token import check_mask_token, find_mask_token, unused_rows
+from draftsmith.tables import load_tables
 from draftsmith.target_attention import PACKED, DocumentLoop, Kernel, attach, register
 from draftsmith.target_facts import TargetFacts, describe, read_config
 from draftsmith.target_fuse import fuse_siblings
@@ -22,7 +23,7 @@ from draftsmith.target_kernels import FlexBlocks, VarlenCudnn, VarlenFlash
 from draftsmith.target_load import find_layers, is_quantized, load_decoder
 from draftsmith.target_proof import Survey, prove, survey
 from draftsmith.target_run import FixedShape
-from draftsmith.weights import last_layers, load_tables
+from draftsmith.weights import last_layers
 
 __all__ = [
     "RowPlan", "Target", "TargetFacts", "check_mask_token", "describe", "find_mask_token", "last_layers", "load_tables",

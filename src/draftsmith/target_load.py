@@ -29,7 +29,7 @@ def load_decoder(
     wrong shape, or cut short.
     """
     text = config.get_text_config(decoder=True)
-    family = _decoder_class(directory, config, text, trust_remote_code)
+    family = decoder_class(directory, config, text, trust_remote_code)
     options: dict[str, Any] = dict(
         config=_without_native_kernels(text),
         dtype=dtype,
@@ -124,15 +124,22 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _decoder_class(directory: Path, config: Any, text: Any, trust_remote_code: bool) -> type:
+def decoder_class(directory: Path, config: Any, text: Any, trust_remote_code: bool) -> type:
+    """The class of the text decoder alone, without an output head."""
     from transformers import MODEL_MAPPING
 
     if type(text) in MODEL_MAPPING:
         found = MODEL_MAPPING[type(text)]
         return found[0] if isinstance(found, tuple) else found
-    names = config.to_dict().get("auto_map", {})
-    name = names.get("AutoModel") or names.get("AutoModelForCausalLM")
+    return remote_class(directory, config, trust_remote_code, "AutoModel", "AutoModelForCausalLM")
+
+
+def remote_class(directory: Path, config: Any, trust_remote_code: bool, *kinds: str) -> type:
+    """The first of these classes in the model's own code; UserError when it has none or may not run it."""
+    known = config.to_dict().get("auto_map", {})
+    name = next((known[kind] for kind in kinds if kind in known), None)
     if not (trust_remote_code and name):
+        text = config.get_text_config(decoder=True)
         raise UserError(f"{directory / 'config.json'}: transformers has no decoder for model_type {text.model_type!r}")
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
