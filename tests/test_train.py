@@ -89,7 +89,9 @@ def test_refusals_before_anything_is_written(place, tmp_path):
     refused(place, tmp_path, replace(good, target=replace(target, model=str(tmp_path / "none"))), "none")
     refused(place, tmp_path, replace(good, data=replace(data, corpus=str(place / "target"))), "not a prepared corpus")
     refused(place, tmp_path, replace(good, target=replace(target, mask_token=None)), "mask_token is missing")
-    refused(place, tmp_path, replace(good, target=replace(target, mask_token=258)), "258")
+    refused(
+        place, tmp_path, replace(good, target=replace(target, mask_token=258)), "mask_token = 258 is .*(stop token|eos)"
+    )
     refused(place, tmp_path, replace(good, target=replace(target, taps=(1, 99))), "99")
     refused(place, tmp_path, replace(good, target=replace(target, template_options={"thinking": True})), "thinking")
     refused(place, tmp_path, replace(good, unit=replace(good.unit, tokens=16)), "unit.tokens")

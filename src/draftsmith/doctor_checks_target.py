@@ -102,7 +102,7 @@ def check_taps(target: Target, job: Job, unit: Unit) -> list[Verdict]:
 def own_hidden_states(job: Job, ids: Tensor, count: int, device: torch.device) -> tuple[Tensor, ...]:
     """(embedding, layer 0's output, ...) [n, H] of transformers' own model with its first `count` layers."""
     config = read_config(job.directory, job.config.target.trust_remote_code)
-    dtype = dtype_of(job.config, device)
+    dtype = dtype_of(job.config.target.dtype, device)
     decoder = load_decoder(job.directory, config, count, dtype, "eager", job.config.target.trust_remote_code)
     place = device if _fits(decoder, device) else torch.device("cpu")
     out = decoder.to(place)(input_ids=ids[None].to(place), use_cache=False, output_hidden_states=True)

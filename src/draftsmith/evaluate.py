@@ -25,7 +25,8 @@ from draftsmith.data.template import load_tokenizer
 from draftsmith.decode import Cycle, Decoder, Generation, Sampling
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.errors import UserError
-from draftsmith.export import DrafterInfo, cast_weights, check_fits, load_drafter
+from draftsmith.export import DrafterInfo, check_fits, load_drafter
+from draftsmith.job import automatic_device, dtype_of
 from draftsmith.loss import Head
 from draftsmith.options import EvaluateOptions
 from draftsmith.step import Tables
@@ -119,6 +120,7 @@ def open_session(options: EvaluateOptions) -> Session:
         (options.max_new_tokens >= 1, "--max-new-tokens must be at least 1"),
         (options.temperature >= 0, "--temperature must not be negative"),
         (options.batch >= 1, "--batch must be at least 1"),
+        (options.device != "cuda" or torch.cuda.is_available(), "--device cuda: this torch sees no CUDA device"),
     ):
         if not good:
             raise UserError(what)
@@ -130,12 +132,13 @@ def open_session(options: EvaluateOptions) -> Session:
         raise UserError(f"{options.drafter}: does not say which target it belongs to; give --target")
     directory = models.resolve(name, options.revision or (None if options.target else info.revision))
     check_fits(drafter, directory, info.trusts_remote_code)
-    device, dtype = device_and_dtype(options)
+    device = torch.device(automatic_device() if options.device == "auto" else options.device)
+    dtype = dtype_of(options.dtype, device)
     tokenizer = load_tokenizer(directory, info.trusts_remote_code)
     if tokenizer.chat_template is None and info.chat_template is None:
         raise UserError(f"{directory}: the tokenizer has no chat template, and the drafter's recipe names none")
     model = load_model(directory, dtype, device, info.trusts_remote_code)
-    cast_weights(drafter, dtype, device)
+    drafter.to(device, dtype)
     tables = shared_tables(model, measure_scales(directory, model.config, info.trusts_remote_code))
     return Session(
         prompts, tokenizer, info, Decoder(model, drafter, tables, options.block or 0), Decoder(model),
@@ -152,16 +155,6 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device, trust_
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{directory}: transformers cannot load it as a causal language model: {reason}") from None
     return model.to(device).eval()
-
-
-def device_and_dtype(options: EvaluateOptions) -> tuple[torch.device, torch.dtype]:
-    """auto: CUDA with bfloat16 where there is a device, else the CPU with float32."""
-    cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not cuda:
-        raise UserError("--device cuda: this torch sees no CUDA device")
-    device = torch.device("cuda" if cuda and options.device != "cpu" else "cpu")
-    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return device, {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
 
 
 def shared_tables(model: PreTrainedModel, scales: Scales) -> Tables:

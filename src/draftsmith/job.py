@@ -65,7 +65,7 @@ class Job:
     def load_target(self, device: torch.device) -> Target:
         c = self.config
         return Target.load(
-            self.directory, self.drafter.taps, dtype_of(c, device), device,
+            self.directory, self.drafter.taps, dtype_of(c.target.dtype, device), device,
             mode=c.run.mode, rows=row_plan(self), trust_remote_code=c.target.trust_remote_code,
         )  # fmt: skip
 
@@ -128,7 +128,7 @@ def topology_of(config: Config) -> Topology:
     return resolve_topology(config, devices)
 
 
-def dtype_of(config: Config, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 on CUDA, float32 on the CPU."""
+def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
+    """The dtype that target.dtype or --dtype names; auto: bfloat16 on CUDA, float32 on the CPU."""
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.target.dtype]
+    return {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]

@@ -23,7 +23,7 @@ def measure_times(job: Job, units: UnitSequence, card: Card | None, work: Work) 
     is one, the all-reduce) is the table's for a known card, else memory speed."""
     topology, c = topology_of(job.config), job.config
     device = torch.device(topology.devices[-1])
-    dtype = dtype_of(c, device)
+    dtype = dtype_of(c.target.dtype, device)
     before = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads(c, topology))
     try:

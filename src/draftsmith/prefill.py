@@ -26,7 +26,8 @@ def target_role(worker: Worker, look: Callable[[Target], None] | None = None) ->
     `look` is shown the target before it works for others (the doctor's).
     """
     job, place = worker.job, worker.place
-    device, dtype = torch.device(place.device), dtype_of(job.config, torch.device(place.device))
+    device = torch.device(place.device)
+    dtype = dtype_of(job.config.target.dtype, device)
     with EventLog(worker.run.path, "target", worker.run.attempt, place.number) as events:
         with COMPILE_LOCK:
             target = job.load_target(device)

@@ -144,7 +144,7 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
     """Model, step and taps of one trainer; its state is that of the newest checkpoint any trainer finds, or the start."""
     job, place, run = worker.job, worker.place, worker.run
     device, colocated = torch.device(place.device), place.role == "both"
-    dtype, c = dtype_of(job.config, device), job.config
+    dtype, c = dtype_of(job.config.target.dtype, device), job.config
     with COMPILE_LOCK:  # loading and compiling are not made for several threads
         target = job.load_target(device) if colocated else None
         step = TrainStep(
