@@ -10,7 +10,7 @@ from draftsmith.errors import UserError
 from draftsmith.tables import load_tables
 from draftsmith.target_facts import read_config
 from draftsmith.target_scales import Scales, measure_scales
-from target_families import COMMON, HIDDEN, VOCAB
+from target_families import COMMON, HIDDEN, MAMBA, VOCAB
 
 CPU = torch.device("cpu")
 GPT2 = dict(n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2)
@@ -18,7 +18,6 @@ MLA = dict(
     head_dim=None, num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8,
     v_head_dim=6, scale_emb=7.0, dim_model_base=8,
 )  # fmt: skip
-MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
 H1 = dict(**MAMBA, embedding_multiplier=2.5, lm_head_multiplier=0.3)
 # name -> (config class, what differs from COMMON with two layers; None takes a field out, expected scales)
 TABLES = {

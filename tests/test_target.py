@@ -226,7 +226,7 @@ def test_a_hidden_window_is_not_trusted(copy):
 
 
 def test_modes_that_need_a_gpu_say_so_on_a_cpu(sharded):
-    target = Target.load(sharded, (1,), torch.float32, CPU, mode="graph", rows=RowPlan(64, 4, 32))
+    target = Target.load(sharded, (1,), torch.float32, CPU, mode="graph", rows=RowPlan(64, 32))
     assert any("asks for a GPU" in line for line in target.report())
     auto = Target.load(sharded, (1,), torch.float32, CPU, mode="auto")
     assert "layers 0..1 of 6" in auto.report()[0] and "float32" in auto.report()[0]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from draftsmith import models
@@ -109,10 +108,8 @@ def total_steps(config: Config, units: UnitSequence) -> int:
 
 
 def row_plan(job: Job) -> RowPlan:
-    """The most documents that fit into a row, the unused rest of it counted as one, and the longest."""
-    lengths = np.sort(np.concatenate((job.corpus.lengths, job.held_out.lengths)))
-    fits = int(np.searchsorted(np.cumsum(lengths), job.shape.tokens, side="right"))
-    return RowPlan(job.shape.tokens, fits + 1, job.shape.tokens)
+    """The shape of the rows that the target will get."""
+    return RowPlan(job.shape.tokens, int(max(c.lengths.max(initial=0) for c in (job.corpus, job.held_out))))
 
 
 def automatic_device() -> str:
