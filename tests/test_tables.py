@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import UserError
 from draftsmith.tables import load_tables
@@ -88,6 +89,16 @@ def test_a_class_that_does_not_run_hollow_is_named(monkeypatch, tmp_path):
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
     with pytest.raises(UserError, match=r"cannot be measured, LlamaConfig does not run without its layers: index 7"):
+        load_tables(tmp_path, torch.float32, CPU)
+
+
+def test_a_quantised_table_is_refused(tmp_path):
+    """Its values mean nothing without the scales beside them."""
+    save("LlamaConfig", {}, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(UserError, match=r"model.safetensors: lm_head.weight is quantised \(F8_E4M3\)"):
         load_tables(tmp_path, torch.float32, CPU)
 
 

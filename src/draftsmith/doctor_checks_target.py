@@ -6,9 +6,8 @@ from torch import Tensor
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
 from draftsmith.errors import UserError
 from draftsmith.job import Job, dtype_of
-from draftsmith.mask_token import check_mask_token
 from draftsmith.target import Target
-from draftsmith.target_facts import describe, read_config
+from draftsmith.target_facts import read_config
 from draftsmith.target_load import load_decoder
 from draftsmith.unit import Unit
 
@@ -19,18 +18,14 @@ LEAK_LIMIT = {4: 1e-6, 2: 1e-2}
 
 def check_words(job: Job) -> list[Verdict]:
     """What the recipe means for this target, for a person to read."""
-    config, facts = job.config, describe(job.directory)
-    taps = (
-        f"outputs of layers {', '.join(map(str, job.drafter.taps))} of 0..{facts.num_layers - 1}, before any final norm"
-    )
+    shape = job.drafter
+    taps = f"outputs of layers {', '.join(map(str, shape.taps))} of 0..{shape.num_target_layers - 1}, before any final norm"
     verdicts = [passed("layer ids", taps)]
     try:
-        verdicts.append(passed("mask token", check_mask_token(job.directory, job.drafter.mask_token)))
+        verdicts.append(passed("mask token", job.mask_token_report()))
     except UserError as error:
         verdicts.append(failed("mask token", str(job.drafter.mask_token), str(error), "set target.mask_token"))
-    options = ", ".join(f"{k} = {v}" for k, v in config.target.template_options.items()) or "no options"
-    template = config.target.chat_template or "the model's own"
-    verdicts.append(passed("chat template", f"{template}, {options}; the corpus was prepared with the same"))
+    verdicts.append(passed("chat template", job.template_report()))
     return verdicts
 
 
@@ -65,7 +60,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 @torch.no_grad()
 def check_taps(target: Target, job: Job, unit: Unit) -> list[Verdict]:
     """A document of a packed row against the model's own `output_hidden_states` of the same tokens alone."""
-    name, layers = "taps", describe(job.directory).num_layers
+    name, layers = "taps", job.drafter.num_target_layers
     taps = [
         i for i in target.taps if i < layers - 1
     ]  # hidden_states holds the last layer's output after the final norm

@@ -18,7 +18,8 @@ from draftsmith.drafters.init import init_from_target
 from draftsmith.drafters.shape import drafter_shape
 from draftsmith.errors import UserError
 from draftsmith.loop import Plan
-from draftsmith.target import RowPlan, Target
+from draftsmith.step import Tables
+from draftsmith.target import RowPlan, Target, check_mask_token, load_tables
 from draftsmith.topology import Place, Topology, resolve_topology
 from draftsmith.unit import (
     PlanCache,
@@ -68,15 +69,31 @@ class Job:
             mode=c.run.mode, rows=row_plan(self), trust_remote_code=c.target.trust_remote_code,
         )  # fmt: skip
 
+    def load_tables(self, device: torch.device) -> Tables:
+        c = self.config.target
+        return load_tables(self.directory, dtype_of(c.dtype, device), device, c.trust_remote_code)
+
     def make_drafter(self) -> DFlash:
         return make_drafter(self.config, self.directory)
+
+    def mask_token_report(self) -> str:
+        """What the mask token is and why it is safe; UserError when texts may hold it."""
+        return check_mask_token(self.directory, self.drafter.mask_token, self.config.target.trust_remote_code)
+
+    def template_report(self) -> str:
+        """Which chat template, with which options, the corpus went through."""
+        c = self.config.target
+        options = ", ".join(f"{k} = {v}" for k, v in c.template_options.items()) or "no options"
+        template = c.chat_template or "the model's own"
+        return f"{template}, {options}; the corpus was prepared with the same"
 
 
 def open_job(config: Config) -> Job:
     """UserError for everything that can be wrong with a recipe, its corpus and its target's directory."""
     directory = models.resolve(config.target.model, config.target.revision)
     corpus, held_out = (Corpus.open(Path(config.data.corpus), split) for split in ("train", "held_out"))
-    check_matches(corpus.manifest, directory, config.target.chat_template, config.target.template_options)
+    c = config.target
+    check_matches(corpus.manifest, directory, c.chat_template, c.template_options, c.trust_remote_code)
     unit = config.unit
     rate = unit.anchor_rate or fitting_anchor_rate(corpus, unit.tokens, unit.anchors)
     shape = UnitShape(unit.tokens, unit.anchors, config.drafter.block, rate)
@@ -94,7 +111,7 @@ def make_drafter(config: Config, directory: Path) -> DFlash:
     drafter = DFlash(drafter_shape(config, directory))
     init_random(drafter, config.run.seed)
     if config.drafter.init == "target":
-        init_from_target(drafter, directory)
+        init_from_target(drafter, directory, config.target.trust_remote_code)
     return drafter
 
 

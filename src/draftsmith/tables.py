@@ -15,6 +15,7 @@ from draftsmith.weights import Shards
 
 EMBEDDING_LEAVES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 HEAD_LEAVES = ("lm_head", "embed_out", "output")
+PLAIN = ("F64", "F32", "F16", "BF16")  # safetensors' dtypes that hold a value without a scale beside it
 
 
 def load_tables(
@@ -80,4 +81,9 @@ def _table(shards: Shards, leaves: tuple[str, ...], size: tuple[int, int], dtype
     if name is None:
         shape = list(shards.tensors[found[0]].shape)
         raise UserError(f"{shards.tensors[found[0]].path}: {found[0]} is {shape}, config.json says {list(size)}")
+    if shards.tensors[name].dtype not in PLAIN:
+        raise UserError(
+            f"{shards.tensors[name].path}: {name} is quantised ({shards.tensors[name].dtype}); the trainer needs embedding and "
+            "head as plain floats, which most quantised checkpoints keep"
+        )
     return shards.read(name, dtype)

@@ -22,7 +22,7 @@ from draftsmith.target_experts import experts_of
 from draftsmith.target_facts import TargetFacts, describe, read_config
 from draftsmith.target_fuse import fuse_siblings
 from draftsmith.target_kernels import FlexBlocks
-from draftsmith.target_load import find_layers, is_quantized, load_decoder, quiet
+from draftsmith.target_load import find_layers, load_decoder, quiet, storage_report
 from draftsmith.target_proof import Survey, prove, survey
 from draftsmith.target_run import FixedShape
 from draftsmith.weights import last_layers
@@ -80,10 +80,9 @@ class Target:
         decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code).to(device)
         target = cls.over(decoder, taps, device, mode=mode, rows=rows)
         tower = "" if text is config else ", the text tower alone"
-        stored = ", quantised" if is_quantized(config) else ""
         layers = f"layers 0..{count - 1} of {text.num_hidden_layers}"
-        name = str(dtype).removeprefix("torch.")
-        target.notes.insert(0, f"target {config.model_type}: {layers}{tower}, taps {list(taps)}, {name}{stored}")
+        stored = str(dtype).removeprefix("torch.") + storage_report(directory, config)
+        target.notes.insert(0, f"target {config.model_type}: {layers}{tower}, taps {list(taps)}, {stored}")
         return target
 
     @classmethod

@@ -133,12 +133,12 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     return {n: StoredTensor(path, n, d, s, base + a, base + b) for n, (d, s, a, b) in found.items()}
 
 
-def last_layers(directory: Path, count: int) -> tuple[list[dict[str, Tensor]], Tensor]:
+def last_layers(directory: Path, count: int, trust_remote_code: bool = False) -> tuple[list[dict[str, Tensor]], Tensor]:
     """Tensors of the target's last `count` decoder layers by z-lab's names (`self_attn.q_proj.weight` ...), and its final norm.
 
     Names and shapes are the family's; float32, CPU. UserError when there are too few layers, or none under the usual names.
     """
-    text = read_config(directory).get_text_config(decoder=True)
+    text = read_config(directory, trust_remote_code).get_text_config(decoder=True)
     shards = Shards.open(directory)
     prefix = _layers_prefix(shards)
     first = text.num_hidden_layers - count
