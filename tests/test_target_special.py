@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 
 from draftsmith.errors import UserError
 from draftsmith.target import RowPlan, Target
-from draftsmith.target_experts import Experts, experts_of
+from draftsmith.target_experts import OWN, Experts, experts_of
 from target_families import COMMON, HIDDEN, VOCAB, save_family
 
 CPU = torch.device("cpu")
@@ -59,6 +59,7 @@ def test_a_mixture_of_experts_says_whether_a_graph_can_hold_it(family, dtype, wa
     assert experts.describe("eager")[0] == "eager"
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call")
 def test_what_the_sentence_says_of_a_loop_is_what_the_compiler_finds(tmp_path):
     """One graph without a break for the ways that a CUDA graph can hold; a loop breaks it."""
     save_family("qwen3_moe", tmp_path)
@@ -77,10 +78,11 @@ def test_what_the_sentence_says_of_a_loop_is_what_the_compiler_finds(tmp_path):
         torch._dynamo.reset()
 
 
-def test_experts_in_foreign_code_are_taken_for_a_loop():
+def test_experts_in_code_of_their_own_are_not_captured():
     module = torch.nn.Module()
     module.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-    assert experts_of(module) == Experts(3, "eager", torch.float32)
+    assert experts_of(module) == Experts(3, OWN, torch.float32)
+    assert experts_of(module).describe("reduce-overhead")[0] == "compile"
     assert experts_of(torch.nn.Linear(4, 4)) is None
 
 

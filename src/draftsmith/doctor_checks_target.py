@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from draftsmith.data.shards import Corpus
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
 from draftsmith.errors import UserError
 from draftsmith.job import Job, dtype_of
@@ -14,19 +15,34 @@ from draftsmith.unit import Unit
 REFERENCE_TOKENS = 256  # of a document that are compared: taps are causal
 TAPS_LIMIT = {4: 1e-4, 2: 6e-2}  # median relative difference of a token, by bytes of the dtype
 LEAK_LIMIT = {4: 1e-6, 2: 1e-2}
+CHUNK = 1 << 24  # tokens of the corpus looked at together
 
 
 def check_words(job: Job) -> list[Verdict]:
     """What the recipe means for this target, for a person to read."""
     shape = job.drafter
     taps = f"outputs of layers {', '.join(map(str, shape.taps))} of 0..{shape.num_target_layers - 1}, before any final norm"
-    verdicts = [passed("layer ids", taps)]
+    return [passed("layer ids", taps), check_mask(job), passed("chat template", job.template_report())]
+
+
+def check_mask(job: Job) -> Verdict:
+    """That the mask token is none of the tokens that the target uses, nor one that the corpus holds."""
+    name, token, remedy = "mask token", job.drafter.mask_token, "set target.mask_token; `draftsmith init` finds one"
     try:
-        verdicts.append(passed("mask token", job.mask_token_report()))
+        report = job.mask_token_report()
     except UserError as error:
-        verdicts.append(failed("mask token", str(job.drafter.mask_token), str(error), "set target.mask_token"))
-    verdicts.append(passed("chat template", job.template_report()))
-    return verdicts
+        return failed(name, str(token), str(error), remedy)
+    count = sum(occurrences(corpus, token) for corpus in (job.corpus, job.held_out))
+    total = sum(int(corpus.offsets[-1]) for corpus in (job.corpus, job.held_out))
+    return judge(
+        name, not count, f"{report}; {count} of the corpus's {total} tokens", "texts of the corpus hold it", remedy
+    )
+
+
+def occurrences(corpus: Corpus, token: int) -> int:
+    """How often a corpus holds a token."""
+    total = int(corpus.offsets[-1])
+    return sum(int((corpus.flat(i, min(i + CHUNK, total))[0] == token).sum()) for i in range(0, total, CHUNK))
 
 
 def prefilled(target: Target, ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:

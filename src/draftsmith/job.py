@@ -83,6 +83,8 @@ class Job:
     def template_report(self) -> str:
         """Which chat template, with which options, the corpus went through."""
         c = self.config.target
+        if self.corpus.manifest.template_hash is None:
+            return "none: the corpus was prepared from text that had been through one"
         options = ", ".join(f"{k} = {v}" for k, v in c.template_options.items()) or "no options"
         template = c.chat_template or "the model's own"
         return f"{template}, {options}; the corpus was prepared with the same"

@@ -53,7 +53,7 @@ class Target:
         self.notes: list[str] = []
         self.packed = True
         self.kernel: Kernel = DocumentLoop()
-        self.positions = learned_positions(decoder)
+        self.position_rows = learned_positions(decoder)
         self._outputs: dict[int, Tensor] = {}
         self._runs: dict[int, FixedShape] = {}
         self.hooks = [layers[index].register_forward_hook(self._keep(index)) for index in sorted(set(taps))]
@@ -93,10 +93,10 @@ class Target:
         """A target around a decoder that is loaded, cut after the last tap, and uses the attention PACKED."""
         owner, name = find_layers(decoder, max(taps) + 1)
         target = cls(decoder, owner.get_submodule(name), taps, device)
-        if target.positions and rows and rows.longest > target.positions:
+        if target.position_rows and rows and rows.longest > target.position_rows:
             raise UserError(
-                f"the target has learned positions for {target.positions} tokens, the corpus has a document of "
-                f"{rows.longest}: prepare it with --max-tokens {target.positions}"
+                f"the target has learned positions for {target.position_rows} tokens, the corpus has a document of "
+                f"{rows.longest}: prepare it with --max-tokens {target.position_rows}"
             )
         found = survey(decoder, target.forward, max(taps) + 1)
         attach(decoder, target.kernel)
@@ -146,8 +146,8 @@ class Target:
 
     def forward(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """ids, positions [1, T] -> the taps [T, H] in listed order."""
-        if self.positions:  # documents keep to the table; what is unused of a row need not
-            positions = positions.clamp(max=self.positions - 1)
+        if self.position_rows:  # documents keep to the table; what is unused of a row need not
+            positions = positions.clamp(max=self.position_rows - 1)
         self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
         taps = tuple(self._outputs[index] for index in self.taps)
         self._outputs.clear()

@@ -14,6 +14,11 @@ ON_DEVICE = {
     "grouped_mm": (torch.bfloat16,),
     "batched_mm": (torch.bfloat16, torch.float16, torch.float32),
 }
+OWN = "own code"
+WHY_NOT = {
+    "eager": "a loop over the experts that tokens chose",
+    OWN: "which may loop over the experts that tokens chose",
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Experts:
     count: int
     """In one layer."""
     way: str
-    """transformers' name for how they are computed; "eager" is a loop over the experts that tokens chose."""
+    """transformers' name for how they are computed; "eager" is a loop over the experts that tokens chose, OWN is code that
+    transformers cannot switch."""
     dtype: torch.dtype
 
     def describe(self, mode: str) -> tuple[str, str]:
@@ -31,8 +37,8 @@ class Experts:
         head = f"mixture of {self.count} experts, {self.way} in {str(self.dtype).removeprefix('torch.')}: "
         if self.dtype in ON_DEVICE.get(self.way, ()):
             return mode, head + "their shapes do not depend on the routing, so a CUDA graph can hold them"
-        why = "a loop over the experts that tokens chose" if self.way == "eager" else "counts are read on the host"
-        if mode != "graph":
+        why = WHY_NOT.get(self.way, "when compiled, tokens are counted on the host")
+        if mode not in ("graph", "reduce-overhead"):
             return mode, f"{head}{why}, so no CUDA graph could hold them; mode {mode} needs none"
         return "compile", f"{head}{why}, so no CUDA graph can hold them; runs in mode compile"
 
@@ -43,8 +49,8 @@ def experts_of(decoder: nn.Module) -> Experts | None:
     if not found:
         return None
     experts = found[0]
-    # A class that transformers can switch says so; lists of modules and foreign classes loop in their own code.
+    # A class that transformers can switch has these; lists of modules and quantizers' or foreign classes have not.
     switched = hasattr(experts, "is_concatenated") and hasattr(experts, "num_experts")
-    way = experts.config._experts_implementation if switched else "eager"
+    way = experts.config._experts_implementation if switched else OWN
     count = experts.num_experts if switched else sum(1 for _ in experts.children())
     return Experts(count, way, next(experts.parameters()).dtype)
