@@ -22,6 +22,7 @@ HYBRID = dict(
     **MOE, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
     shared_expert_intermediate_size=16, linear_conv_kernel_dim=4,
 )  # fmt: skip
+MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=HIDDEN)
 MROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]})
 
@@ -42,6 +43,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "smollm3": ("SmolLM3Config", dict(no_rope_layer_interval=2), True),
     "granite": ("GraniteConfig", dict(embedding_multiplier=3.0, attention_multiplier=0.2, logits_scaling=4.0), True),
     "qwen3_next": ("Qwen3NextConfig", HYBRID, False),
+    "falcon_h1": ("FalconH1Config", MAMBA, False),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", MROPE, True),
 }  # fmt: skip
 

@@ -11,7 +11,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 
 from draftsmith.decode import GREEDY, Decoder, Sampling, _prefill_groups
 from draftsmith.errors import UserError
-from draftsmith.export import cast_weights
 from draftsmith.loss import Head
 from draftsmith.walk import Walk, spans, walk, walk_row
 from tiny_models import Trained, own_greedy, random_drafter, random_prompts, shape_for, tables_of, tiny_target
@@ -138,7 +137,7 @@ def test_cuda_writes_what_the_cpu_writes(half_trained):
     decoder = Decoder(there, drafter, tables_of(there))
     for sampling, answers in zip((GREEDY, Sampling(0.8)), expected, strict=True):
         assert decoder.generate(prompts, NEW, [9], sampling) == answers
-    half = Decoder(there.bfloat16(), cast_weights(drafter, torch.bfloat16), tables_of(there))
+    half = Decoder(there.bfloat16(), drafter.bfloat16(), tables_of(there))
     assert all(len(g.tokens) == NEW for g in half.generate(prompts, NEW))
 
 

@@ -5,6 +5,7 @@ Faults are put into the objects that a real set-up has made: the step or the tar
 
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ from draftsmith.doctor_checks_device import (
 from draftsmith.doctor_probe import CompileWatch, Launches
 from draftsmith.doctor_run import Findings, examine
 from draftsmith.doctor_verdict import Verdict, failed, merge, passed, render
+from draftsmith.errors import UserError
 from draftsmith.events import EventLog
 from draftsmith.host import Meeting, Notes, Worker
 from draftsmith.job import open_job, topology_of
@@ -293,6 +296,21 @@ def test_the_quick_half_starts_no_worker(place, tmp_path):
     names = [v.name for v in verdicts]
     assert {"layer ids", "mask token", "chat template", "allocator settings", "disk space", "memory, cpu"} <= set(names)
     assert not any(v.failed for v in verdicts) and not (tmp_path / "run").exists()
+
+
+def test_a_mask_token_that_the_corpus_holds_is_refused(place, tmp_path):
+    """Free as far as tokenizer and template go, and yet in a text."""
+    shutil.copytree(place / "corpus", tmp_path / "corpus")
+    file = tmp_path / "corpus" / "held_out" / "tokens.bin"
+    tokens = np.fromfile(file, "<i4")
+    tokens[[3, 5]] = 260
+    tokens.tofile(file)
+    c = recipe(place)
+    c = replace(c, data=replace(c.data, corpus=str(tmp_path / "corpus")))
+    (verdict,) = (v for v in quick(c, tmp_path / "run") if v.name == "mask token")
+    assert verdict.failed and "; 2 of the corpus's" in verdict.figure and verdict.cause == "texts of the corpus hold it"
+    with pytest.raises(UserError, match="258 is .*(stop token|eos)"):
+        open_job(replace(c, target=replace(c.target, mask_token=258)))
 
 
 def doctor(place: Path, run: Path, *words: str) -> tuple[int, list[dict]]:

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import UserError
-from draftsmith.export import cast_weights, export, load_drafter, main, probe_logits, serve_commands
+from draftsmith.export import export, load_drafter, main, probe_logits, serve_commands
 from draftsmith.layouts import shape_from_zlab
 from draftsmith.options import ExportOptions
-from draftsmith.weights import load_tables
+from draftsmith.tables import load_tables
 from tiny_models import random_drafter, save_target, shape_for, tiny_target, write_checkpoint
 
 
@@ -61,7 +61,7 @@ def test_bfloat16_is_the_rounded_drafter(tmp_path, target, drafter):
     found = write_checkpoint(tmp_path / "run", drafter, target)
     export(found.path, tmp_path / "out")
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
-    rounded = cast_weights(cast_weights(drafter, torch.bfloat16), torch.float32)
+    rounded = drafter.bfloat16().float()
     loaded, _ = load_drafter(tmp_path / "out")
     assert same(loaded, rounded)
     tables = load_tables(target, torch.float32, torch.device("cpu"))

@@ -100,3 +100,52 @@ def test_a_wheel_without_the_file_is_named(tmp_path):
     directory.mkdir(parents=True)
     with pytest.raises(UserError, match="some-wheel==1: the wheel has no file some_wheel_x/y"):
         smollm._package_file("some-wheel==1", "some_wheel_x/y", tmp_path)
+
+
+@pytest.mark.long
+def test_the_gguf_file_itself_is_a_target(model_dir, tmp_path, capsys):
+    """prepare, init and train on the file in the wheel; its taps are those of the converted model, up to its bfloat16."""
+    from dataclasses import replace
+    from importlib.util import find_spec
+
+    from draftsmith import config
+    from draftsmith.data.options import PrepareOptions
+    from draftsmith.data.prepare import prepare
+    from draftsmith.init import write_recipe
+    from draftsmith.options import InitOptions
+    from draftsmith.target import Target, load_tables
+    from draftsmith.train import train
+    from toy import toy_conversations
+
+    directory, cpu = tmp_path / "gguf", torch.device("cpu")
+    directory.mkdir()
+    (directory / "model.gguf").symlink_to(smollm._package_file(smollm._WHEEL, smollm._GGUF, smollm.default_cache()))
+    corpus, recipe = tmp_path / "corpus", tmp_path / "recipe.toml"
+    chat = toy_conversations(tmp_path / "chat.jsonl", count=20)
+    prepare(PrepareOptions(sources=(str(chat),), model=str(directory), out=corpus, held_out=0.1))
+    write_recipe(InitOptions(target=str(directory), corpus=corpus, out=recipe))
+    tables, converted = (load_tables(d, torch.float32, cpu) for d in (directory, model_dir))
+    assert tables.head.weight is tables.embedding
+    torch.testing.assert_close(tables.embedding, converted.embedding, rtol=2**-8, atol=0)
+    c = config.load(recipe)
+    c = replace(
+        c,
+        unit=replace(c.unit, tokens=256, anchors=16, per_step=1),
+        optim=replace(c.optim, steps=1),
+        drafter=replace(c.drafter, layers=1, init="random"),
+        run=replace(c.run, threads=1, evaluate_every=0),
+    )
+    if not find_spec("accelerate"):  # transformers' own condition
+        with pytest.raises(UserError, match="packages gguf and accelerate"):
+            train(c, tmp_path / "run")
+        return
+    assert train(c, tmp_path / "run") == 0
+    assert f"mask token {MASK_TOKEN}: <empty_output>" in capsys.readouterr().err
+    ids, taps = torch.arange(100, 140), []
+    for d in (directory, model_dir):
+        out = torch.empty(40, 2 * 576)
+        Target.load(d, (1, 5), torch.float32, cpu).prefill(
+            ids, torch.arange(40), torch.zeros(40, dtype=torch.int64), out
+        )
+        taps.append(out)
+    assert float((taps[0] - taps[1]).norm() / taps[1].norm()) < 1e-2

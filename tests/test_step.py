@@ -45,6 +45,18 @@ def test_drafted_slots_equal_the_whole_blocks_forward_and_its_gradients():
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+def test_casting_a_drafter_leaves_its_rotary_frequencies_alone():
+    """In bfloat16 they would turn position 30,000 by other angles altogether."""
+    drafter = make_step("eager").drafter
+    rope, positions = drafter.rope, torch.tensor([3, 30_000])
+    exact, place = rope(positions, torch.float32), rope.inverse_frequencies.data_ptr()
+    drafter.to(torch.bfloat16)
+    assert drafter.norm.weight.dtype == torch.bfloat16 and rope.inverse_frequencies.data_ptr() == place
+    assert all(torch.equal(a, b) for a, b in zip(exact, rope(positions, torch.float32), strict=True))
+    drafter.float().to("meta", torch.float16)
+    assert rope.inverse_frequencies.dtype == torch.float32 and rope.inverse_frequencies.device.type == "meta"
+
+
 def test_gradients_add_up_over_units_and_update_leaves_nothing():
     step, parts = make_step("eager"), []
     for number in (0, 1):

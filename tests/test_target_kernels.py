@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from draftsmith.target import Target
 from draftsmith.target_attention import DocumentLoop, Scores, attach, packed_attention
 from draftsmith.target_fuse import fuse_siblings
-from draftsmith.target_kernels import FlexBlocks, VarlenFlash, block_tables, document_starts
+from draftsmith.target_kernels import FlexBlocks, block_tables, document_starts
 from draftsmith.target_proof import survey
 from target_families import HIDDEN, VOCAB, save_family
 
@@ -61,27 +61,6 @@ def test_flex_equals_the_loop(window, softcap, sinks):
         results.append(kernel.attend(q, k, v, scores))
     assert results[0].shape == (256, 4, 8)
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
-
-
-def test_ragged_edges_are_padded_with_empty_documents():
-    kernel = VarlenFlash(20, 5, 12, CPU)
-    kernel.load(numbers([7, 1, 12]))
-    assert kernel.edges.tolist() == [0, 7, 8, 20, 20, 20]
-    kernel.load(numbers([20]))
-    assert kernel.edges.tolist() == [0, 20, 20, 20, 20, 20]
-    with pytest.raises(RuntimeError):
-        kernel.load(numbers([1] * 6 + [14]))
-
-
-def test_ragged_attention_traces_without_a_gpu():
-    kernel = VarlenFlash(20, 5, 12, torch.device("meta"))
-    q, k, v = (torch.empty(20, h, d, device="meta", dtype=torch.bfloat16) for h, d in ((4, 24), (2, 24), (2, 16)))
-    assert kernel.attend(q, k, v, Scores(1.0, None, None, None)).shape == (20, 4, 16)
-    sinks = torch.empty(4, device="meta", dtype=torch.bfloat16)
-    assert kernel.attend(q, k, v, Scores(1.0, 8, None, sinks)).shape == (20, 4, 16)
-    assert VarlenFlash.suits(torch.bfloat16, 128, False)
-    assert not VarlenFlash.suits(torch.float32, 128, False)
-    assert not VarlenFlash.suits(torch.bfloat16, 128, True)
 
 
 def test_unknown_keywords_and_masks_are_errors():

@@ -78,6 +78,67 @@ def test_recipe_states_its_reasons_and_is_not_overwritten(place):
         write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
 
 
+def test_the_start_says_what_is_trained_with_what(place, tmp_path, capsys):
+    assert train(recipe(place, steps=1, evaluate_every=0), tmp_path / "run") == EXIT_DONE
+    lines = capsys.readouterr().err.splitlines()
+    for what in (
+        "target qwen3: layers 0..", "float32", "attention: SDPA, document by document, exact, for mode eager; proved",
+        "mask token 260: an embedding row that the tokenizer does not use",
+        "chat template: the model's own, no options; the corpus was prepared with the same",
+        "embedding x 1, head tied, logits x 1, without soft-cap",
+    ):  # fmt: skip
+        assert sum(what in line for line in lines) == 1, what
+
+
+CONFIGURATION = """
+from transformers import Qwen3Config
+class MysteryConfig(Qwen3Config):
+    model_type = "mystery"
+"""
+MODELING = """
+from transformers import Qwen3ForCausalLM, Qwen3Model
+from .configuration_mystery import MysteryConfig
+class MysteryModel(Qwen3Model):
+    config_class = MysteryConfig
+class MysteryForCausalLM(Qwen3ForCausalLM):
+    config_class = MysteryConfig
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * 2.0
+        return out
+"""
+
+
+def test_code_of_a_target_is_run_from_init_to_train_when_asked_and_never_else(place, tmp_path, monkeypatch, capsys):
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # transformers adds the cache
+    target = tmp_path / "target"
+    shutil.copytree(place / "target", target)
+    (target / "configuration_mystery.py").write_text(CONFIGURATION)
+    (target / "modeling_mystery.py").write_text(MODELING)
+    values = json.loads((target / "config.json").read_text())
+    names = {
+        "AutoConfig": "configuration_mystery.MysteryConfig", "AutoModel": "modeling_mystery.MysteryModel",
+        "AutoModelForCausalLM": "modeling_mystery.MysteryForCausalLM",
+    }  # fmt: skip
+    values |= {"model_type": "mystery", "architectures": ["MysteryForCausalLM"], "auto_map": names}
+    (target / "config.json").write_text(json.dumps(values))
+    options = InitOptions(target=str(target), corpus=place / "corpus", out=tmp_path / "recipe.toml")
+    with pytest.raises(UserError, match="trust_remote_code"):
+        write_recipe(options)
+    assert not (tmp_path / "modules").exists()
+    write_recipe(replace(options, trust_remote_code=True))
+    c = config.load(options.out)
+    c = replace(recipe(place, steps=1, evaluate_every=0), target=c.target)
+    with pytest.raises(UserError, match="trust_remote_code"):
+        train(replace(c, target=replace(c.target, trust_remote_code=False)), tmp_path / "run")
+    assert not list((tmp_path / "modules").rglob("modeling_mystery.py"))  # only `init` has run the configuration
+    assert train(c, tmp_path / "run") == EXIT_DONE
+    assert "logits x 2" in capsys.readouterr().err
+
+
 def refused(place: Path, tmp_path: Path, c: config.Config, match: str, resume: bool = False) -> None:
     before = sorted(p.name for p in tmp_path.rglob("*"))
     with pytest.raises(UserError, match=match) as error:
@@ -92,7 +153,9 @@ def test_refusals_before_anything_is_written(place, tmp_path):
     refused(place, tmp_path, replace(good, target=replace(target, model=str(tmp_path / "none"))), "none")
     refused(place, tmp_path, replace(good, data=replace(data, corpus=str(place / "target"))), "not a prepared corpus")
     refused(place, tmp_path, replace(good, target=replace(target, mask_token=None)), "mask_token is missing")
-    refused(place, tmp_path, replace(good, target=replace(target, mask_token=258)), "258")
+    refused(
+        place, tmp_path, replace(good, target=replace(target, mask_token=258)), "mask_token = 258 is .*(stop token|eos)"
+    )
     refused(place, tmp_path, replace(good, target=replace(target, taps=(1, 99))), "99")
     refused(place, tmp_path, replace(good, target=replace(target, template_options={"thinking": True})), "thinking")
     refused(place, tmp_path, replace(good, unit=replace(good.unit, tokens=16)), "unit.tokens")

@@ -46,8 +46,6 @@ class BenchTargetOptions:
     """Tokens of a document; 0: log-normal lengths, median 400, sigma 1, at most 8,192."""
     taps: int = 5
     mode: Literal["eager", "compile", "reduce-overhead", "graph"] = "graph"
-    kernel: Literal["auto", "flex", "flex-tma", "varlen", "cudnn"] = "auto"
-    """Attention of the fixed-shape modes."""
     seconds: float = 5.0
     """How long each figure is measured; shorter ones are not sustained."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -78,7 +76,7 @@ def bench_target(o: BenchTargetOptions) -> list[str]:
     config = _config(o)
     taps = default_taps(config.num_hidden_layers, o.taps)
     rows = [_row(lengths, o.tokens, config.vocab_size, device) for lengths in _lengths(o)]
-    plan = RowPlan(o.tokens, max(len(r.lengths) for r in rows) + 1, max(max(r.lengths) for r in rows))
+    plan = RowPlan(o.tokens, max(max(r.lengths) for r in rows))
     lines = [_device_name(device), f"torch {torch.__version__}, rows of {o.tokens}: {_describe(rows, o.tokens)}"]
     decoder, reference = _decoder(config, max(taps) + 1, dtype, device), None
     out = torch.zeros(o.tokens, len(taps) * config.hidden_size, dtype=dtype, device=device)
@@ -91,7 +89,7 @@ def bench_target(o: BenchTargetOptions) -> list[str]:
                 hook.remove()
             del eager
         started = perf_counter()
-        target = Target.over(decoder, taps, device, mode=o.mode, rows=plan, kernel=o.kernel)
+        target = Target.over(decoder, taps, device, mode=o.mode, rows=plan)
         lines += [f"{note}" for note in target.report()] + [f"set up in {perf_counter() - started:.0f} s"]
         _run(target, rows[0], out)
         if reference is not None:

@@ -116,7 +116,7 @@ def role_of(topology: Topology, local: int) -> Role:
 def budgets(job: Job, topology: Topology) -> dict[str, Budget]:
     """Predicted memory of the topology's roles."""
     config = job.config
-    whole = target_size(job.directory, job.drafter.taps)
+    whole = target_size(job.directory, job.drafter.taps, job.config.target.trust_remote_code)
     compute = compute_of(config, "cpu" if topology.devices[0] == "cpu" else "cuda")
     on_cpu = compute.device == "cpu"
     chunks = corpus_facts(job, UnitSequence(job.corpus, job.shape, config.run.seed)).chunk_keys if on_cpu else 0

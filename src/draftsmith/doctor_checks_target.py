@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from draftsmith.data.shards import Corpus
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
 from draftsmith.errors import UserError
 from draftsmith.job import Job, dtype_of
-from draftsmith.mask_token import check_mask_token
 from draftsmith.target import Target
-from draftsmith.target_facts import describe, read_config
+from draftsmith.target_facts import read_config
 from draftsmith.target_load import load_decoder
 from draftsmith.unit import Unit
 
@@ -16,23 +16,34 @@ REFERENCE_TOKENS = 256  # of a document that are compared: taps are causal
 TAPS_LIMIT = {4: 1e-4, 2: 6e-2}  # median relative difference of a token, by bytes of the dtype
 NOISE_FACTOR = 3.0  # times what transformers' own attention functions differ by: rounding grows with depth
 LEAK_LIMIT = {4: 1e-6, 2: 1e-2}
+CHUNK = 1 << 24  # tokens of the corpus looked at together
 
 
 def check_words(job: Job) -> list[Verdict]:
     """What the recipe means for this target, for a person to read."""
-    config, facts = job.config, describe(job.directory)
-    taps = (
-        f"outputs of layers {', '.join(map(str, job.drafter.taps))} of 0..{facts.num_layers - 1}, before any final norm"
-    )
-    verdicts = [passed("layer ids", taps)]
+    shape = job.drafter
+    taps = f"outputs of layers {', '.join(map(str, shape.taps))} of 0..{shape.num_target_layers - 1}, before any final norm"
+    return [passed("layer ids", taps), check_mask(job), passed("chat template", job.template_report())]
+
+
+def check_mask(job: Job) -> Verdict:
+    """That the mask token is none of the tokens that the target uses, nor one that the corpus holds."""
+    name, token, remedy = "mask token", job.drafter.mask_token, "set target.mask_token; `draftsmith init` finds one"
     try:
-        verdicts.append(passed("mask token", check_mask_token(job.directory, job.drafter.mask_token)))
+        report = job.mask_token_report()
     except UserError as error:
-        verdicts.append(failed("mask token", str(job.drafter.mask_token), str(error), "set target.mask_token"))
-    options = ", ".join(f"{k} = {v}" for k, v in config.target.template_options.items()) or "no options"
-    template = config.target.chat_template or "the model's own"
-    verdicts.append(passed("chat template", f"{template}, {options}; the corpus was prepared with the same"))
-    return verdicts
+        return failed(name, str(token), str(error), remedy)
+    count = sum(occurrences(corpus, token) for corpus in (job.corpus, job.held_out))
+    total = sum(int(corpus.offsets[-1]) for corpus in (job.corpus, job.held_out))
+    return judge(
+        name, not count, f"{report}; {count} of the corpus's {total} tokens", "texts of the corpus hold it", remedy
+    )
+
+
+def occurrences(corpus: Corpus, token: int) -> int:
+    """How often a corpus holds a token."""
+    total = int(corpus.offsets[-1])
+    return sum(int((corpus.flat(i, min(i + CHUNK, total))[0] == token).sum()) for i in range(0, total, CHUNK))
 
 
 def prefilled(target: Target, ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
@@ -66,7 +77,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 @torch.no_grad()
 def check_taps(target: Target, job: Job, unit: Unit) -> list[Verdict]:
     """A document of a packed row against the model's own `output_hidden_states` of the same tokens alone."""
-    name, layers = "taps", describe(job.directory).num_layers
+    name, layers = "taps", job.drafter.num_target_layers
     taps = [
         i for i in target.taps if i < layers - 1
     ]  # hidden_states holds the last layer's output after the final norm
@@ -107,7 +118,7 @@ def own_hidden_states(
     """(embedding, layer 0's output, ...) [n, H] of transformers' own model with its first `count` layers, and for each how
     far rounding may move it: NOISE_FACTOR times the difference between SDPA and eager attention, where there are both."""
     config = read_config(job.directory, job.config.target.trust_remote_code)
-    dtype = dtype_of(job.config, device)
+    dtype = dtype_of(job.config.target.dtype, device)
     decoder = load_decoder(job.directory, config, count, dtype, "eager", job.config.target.trust_remote_code)
     place = device if _fits(decoder, device) else torch.device("cpu")
     decoder.to(place)

@@ -25,13 +25,14 @@ from draftsmith.data.template import load_tokenizer
 from draftsmith.decode import Cycle, Decoder, Generation, Sampling
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.errors import UserError
-from draftsmith.export import DrafterInfo, cast_weights, check_fits, load_drafter
+from draftsmith.export import DrafterInfo, check_fits, load_drafter
+from draftsmith.job import automatic_device, dtype_of
 from draftsmith.loss import Head
 from draftsmith.options import EvaluateOptions
 from draftsmith.step import Tables
 from draftsmith.target_load import quiet
+from draftsmith.target_scales import Scales, measure_scales
 from draftsmith.walk import per_position
-from draftsmith.weights import table_scales
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def open_session(options: EvaluateOptions) -> Session:
         (options.max_new_tokens >= 1, "--max-new-tokens must be at least 1"),
         (options.temperature >= 0, "--temperature must not be negative"),
         (options.batch >= 1, "--batch must be at least 1"),
+        (options.device != "cuda" or torch.cuda.is_available(), "--device cuda: this torch sees no CUDA device"),
     ):
         if not good:
             raise UserError(what)
@@ -132,14 +134,16 @@ def open_session(options: EvaluateOptions) -> Session:
         raise UserError(f"{options.drafter}: does not say which target it belongs to; give --target")
     directory = models.resolve(name, options.revision or (None if options.target else info.revision))
     check_fits(drafter, directory, info.trusts_remote_code)
-    device, dtype = device_and_dtype(options)
+    device = torch.device(automatic_device() if options.device == "auto" else options.device)
+    dtype = dtype_of(options.dtype, device)
     tokenizer = load_tokenizer(directory, info.trusts_remote_code)
     if tokenizer.chat_template is None and info.chat_template is None:
         raise UserError(f"{directory}: the tokenizer has no chat template, and the drafter's recipe names none")
     model = load_model(directory, dtype, device, info.trusts_remote_code)
-    cast_weights(drafter, dtype, device)
+    drafter.to(device, dtype)
+    tables = shared_tables(model, measure_scales(directory, model.config, info.trusts_remote_code))
     return Session(
-        prompts, tokenizer, info, Decoder(model, drafter, shared_tables(model), options.block or 0), Decoder(model),
+        prompts, tokenizer, info, Decoder(model, drafter, tables, options.block or 0), Decoder(model),
         stop_tokens(model, tokenizer), options,
     )  # fmt: skip
 
@@ -155,21 +159,10 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device, trust_
     return model.to(device).eval()
 
 
-def device_and_dtype(options: EvaluateOptions) -> tuple[torch.device, torch.dtype]:
-    """auto: CUDA with bfloat16 where there is a device, else the CPU with float32."""
-    cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not cuda:
-        raise UserError("--device cuda: this torch sees no CUDA device")
-    device = torch.device("cuda" if cuda and options.device != "cpu" else "cpu")
-    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return device, {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
-
-
-def shared_tables(model: PreTrainedModel) -> Tables:
+def shared_tables(model: PreTrainedModel, scales: Scales) -> Tables:
     """The loaded model's own embedding and head as the drafter needs them; nothing is copied."""
-    scale, logit_scale, softcap = table_scales(model.config.get_text_config())
-    head = Head(model.get_output_embeddings().weight, logit_scale, softcap)
-    return Tables(model.get_input_embeddings().weight, scale, head)
+    head = Head(model.get_output_embeddings().weight, scales.logit, scales.softcap)
+    return Tables(model.get_input_embeddings().weight, scales.embedding, head)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

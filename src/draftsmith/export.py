@@ -33,8 +33,8 @@ from draftsmith.layouts import (
 )
 from draftsmith.options import ExportOptions
 from draftsmith.step import Tables
+from draftsmith.tables import load_tables
 from draftsmith.target_facts import describe
-from draftsmith.weights import load_tables
 
 Layout = Literal["zlab", "speculators"]
 METADATA = "draftsmith.json"
@@ -97,7 +97,7 @@ def export(
     traits = _traits(name, directory, tables)
     check_fits(drafter, directory, info.trusts_remote_code)
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
-    cast_weights(drafter, torch_dtype)
+    drafter.to(torch_dtype)
     tensors = to_zlab(dict(drafter.named_parameters()), drafter.shape)
     config = zlab_config(drafter.shape, traits, dtype)
     if layout == "speculators":
@@ -113,13 +113,6 @@ def export(
     tensors = {k: v.detach().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
     _write(out, tensors, files, lambda written: _compare(drafter, written, tables))
     return DrafterInfo(**metadata)
-
-
-def cast_weights(drafter: DFlash, dtype: torch.dtype, device: torch.device | None = None) -> DFlash:
-    """Change the weights' dtype, in place. `Module.to(dtype)` would round RoPE's frequencies as well, which stay float32."""
-    for parameter in drafter.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return drafter.to(device) if device else drafter
 
 
 def check_fits(drafter: DFlash, target: Path, trust_remote_code: bool = False) -> None:
@@ -265,7 +258,7 @@ def _write(out: Path, tensors: dict[str, Tensor], files: dict[str, dict], check)
 def _compare(drafter: DFlash, written: Path, tables: Tables) -> None:
     """Load back; shape, every tensor and the logits of a probe block must equal the exported drafter's bit for bit."""
     loaded, _ = load_drafter(written)
-    ours, theirs = cast_weights(drafter, torch.float32).state_dict(), loaded.state_dict()
+    ours, theirs = drafter.float().state_dict(), loaded.state_dict()
     different = [n for n in ours if not torch.equal(ours[n], theirs[n])]
     if loaded.shape != drafter.shape or different:
         raise AssertionError(f"{written}: loaded back, {different or 'the shape'} differs from the trained drafter")

@@ -59,12 +59,12 @@ def write_recipe(options: InitOptions) -> None:
     if options.out.exists():
         raise UserError(f"{options.out}: exists already; name another with --out, or delete it yourself")
     directory = models.resolve(options.target, options.revision)
-    facts, corpus = describe(directory), Corpus.open(options.corpus, "train")
+    facts, corpus = describe(directory, options.trust_remote_code), Corpus.open(options.corpus, "train")
     device = automatic_device()
     small = device == "cpu"
     layers = options.layers or (2 if small else 5)
     block = options.block or (8 if small else 16)
-    mask_token, mask_reason = find_mask_token(directory)
+    mask_token, mask_reason = find_mask_token(directory, options.trust_remote_code)
     gamma, gamma_reason = _gamma(block)
     taps = default_taps(facts.num_layers, max(1, min(max(layers, 3), facts.num_layers - 3)))  # small targets have few
     unit = propose_unit(corpus, block, device)
@@ -75,6 +75,7 @@ def write_recipe(options: InitOptions) -> None:
         *([f"revision = {json.dumps(options.revision)}"] if options.revision else []),
         f"taps = {list(taps)}  # of {facts.num_layers} layers, spread from the second to the third from last",
         f"mask_token = {mask_token}  # {mask_reason}",
+        *(["trust_remote_code = true  # the model's own Python code is run"] if options.trust_remote_code else []),
         *_template_lines(corpus.manifest),
         "",
         "[data]",

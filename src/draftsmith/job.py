@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from draftsmith import models
@@ -20,8 +19,13 @@ from draftsmith.drafters.init import init_from_target
 from draftsmith.drafters.shape import drafter_shape
 from draftsmith.errors import UserError
 from draftsmith.loop import Plan
+<<<<<<< HEAD
 from draftsmith.sinks import require
 from draftsmith.target import RowPlan, Target
+=======
+from draftsmith.step import Tables
+from draftsmith.target import RowPlan, Target, check_mask_token, load_tables
+>>>>>>> target
 from draftsmith.topology import Place, Topology, resolve_topology
 from draftsmith.unit import (
     PlanCache,
@@ -67,13 +71,30 @@ class Job:
     def load_target(self, device: torch.device, progress: ShowProgress = no_progress) -> Target:
         c = self.config
         return Target.load(
-            self.directory, self.drafter.taps, dtype_of(c, device), device,
+            self.directory, self.drafter.taps, dtype_of(c.target.dtype, device), device,
             mode=c.run.mode, rows=row_plan(self), trust_remote_code=c.target.trust_remote_code,
             progress=progress,
         )  # fmt: skip
 
+    def load_tables(self, device: torch.device) -> Tables:
+        c = self.config.target
+        return load_tables(self.directory, dtype_of(c.dtype, device), device, c.trust_remote_code)
+
     def make_drafter(self) -> DFlash:
         return make_drafter(self.config, self.directory)
+
+    def mask_token_report(self) -> str:
+        """What the mask token is and why it is safe; UserError when texts may hold it."""
+        return check_mask_token(self.directory, self.drafter.mask_token, self.config.target.trust_remote_code)
+
+    def template_report(self) -> str:
+        """Which chat template, with which options, the corpus went through."""
+        c = self.config.target
+        if self.corpus.manifest.template_hash is None:
+            return "none: the corpus was prepared from text that had been through one"
+        options = ", ".join(f"{k} = {v}" for k, v in c.template_options.items()) or "no options"
+        template = c.chat_template or "the model's own"
+        return f"{template}, {options}; the corpus was prepared with the same"
 
 
 def open_job(config: Config) -> Job:
@@ -82,7 +103,8 @@ def open_job(config: Config) -> Job:
         require(sink)
     directory = models.resolve(config.target.model, config.target.revision)
     corpus, held_out = (Corpus.open(Path(config.data.corpus), split) for split in ("train", "held_out"))
-    check_matches(corpus.manifest, directory, config.target.chat_template, config.target.template_options)
+    c = config.target
+    check_matches(corpus.manifest, directory, c.chat_template, c.template_options, c.trust_remote_code)
     unit = config.unit
     rate = unit.anchor_rate or fitting_anchor_rate(corpus, unit.tokens, unit.anchors)
     shape = UnitShape(unit.tokens, unit.anchors, config.drafter.block, rate)
@@ -100,7 +122,7 @@ def make_drafter(config: Config, directory: Path) -> DFlash:
     drafter = DFlash(drafter_shape(config, directory))
     init_random(drafter, config.run.seed)
     if config.drafter.init == "target":
-        init_from_target(drafter, directory)
+        init_from_target(drafter, directory, config.target.trust_remote_code)
     return drafter
 
 
@@ -114,10 +136,8 @@ def total_steps(config: Config, units: UnitSequence) -> int:
 
 
 def row_plan(job: Job) -> RowPlan:
-    """The most documents that fit into a row, the unused rest of it counted as one, and the longest."""
-    lengths = np.sort(np.concatenate((job.corpus.lengths, job.held_out.lengths)))
-    fits = int(np.searchsorted(np.cumsum(lengths), job.shape.tokens, side="right"))
-    return RowPlan(job.shape.tokens, fits + 1, job.shape.tokens)
+    """The shape of the rows that the target will get."""
+    return RowPlan(job.shape.tokens, int(max(c.lengths.max(initial=0) for c in (job.corpus, job.held_out))))
 
 
 def automatic_device() -> str:
@@ -133,7 +153,7 @@ def topology_of(config: Config) -> Topology:
     return resolve_topology(config, devices)
 
 
-def dtype_of(config: Config, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 on CUDA, float32 on the CPU."""
+def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
+    """The dtype that target.dtype or --dtype names; auto: bfloat16 on CUDA, float32 on the CPU."""
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.target.dtype]
+    return {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]

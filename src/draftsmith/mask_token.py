@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.template import load_tokenizer
 from draftsmith.errors import UserError
-from draftsmith.target_facts import describe, first_line, gguf_file
+from draftsmith.target_facts import describe
 
 # Special tokens that chat never produces although the tokenizer knows them, most wanted first.
 RESERVED = re.compile(
@@ -16,24 +17,23 @@ RESERVED = re.compile(
 MASK_NAMES = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 
 
-def unused_rows(directory: Path, tokenizer: Any) -> range:
-    """Rows of the target's embedding behind the last id of its tokenizer."""
-    last = max(tokenizer.get_vocab().values())
-    return range(last + 1, describe(directory).vocab_size)
+def unused_rows(rows: int, tokenizer: Any) -> range:
+    """Those of the target's `rows` embedding rows that lie behind the last id of its tokenizer."""
+    return range(max(tokenizer.get_vocab().values()) + 1, rows)
 
 
-def find_mask_token(directory: Path) -> tuple[int, str]:
+def find_mask_token(directory: Path, trust_remote_code: bool = False) -> tuple[int, str]:
     """(id, reason) of a row that no text uses: a mask token of the model's own, else the first embedding row behind
     the tokenizer, else a reserved special token that the chat template does not write. UserError when there is none."""
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, trust_remote_code)
     used = tokens_in_use(directory, tokenizer)
     vocabulary = tokenizer.get_vocab()
-    rows = describe(directory).vocab_size
+    rows = describe(directory, trust_remote_code).vocab_size
     for name in MASK_NAMES:
         token = vocabulary.get(name)
         if token is not None and token < rows and token not in used:
             return token, f"the tokenizer's own {name}"
-    free = unused_rows(directory, tokenizer)
+    free = unused_rows(rows, tokenizer)
     if free:
         return free[0], f"first of {len(free)} embedding rows that the tokenizer does not use"
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special and i < rows}
@@ -45,12 +45,12 @@ def find_mask_token(directory: Path) -> tuple[int, str]:
     )
 
 
-def check_mask_token(directory: Path, token: int) -> str:
+def check_mask_token(directory: Path, token: int, trust_remote_code: bool = False) -> str:
     """What the mask token is, in words; UserError when the id is no row of the embedding or a token in use."""
-    rows = describe(directory).vocab_size
+    rows = describe(directory, trust_remote_code).vocab_size
     if not 0 <= token < rows:
         raise UserError(f"target.mask_token = {token}: the target's embedding has rows 0..{rows - 1}")
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, trust_remote_code)
     name = tokenizer.convert_ids_to_tokens(token) if token <= max(tokenizer.get_vocab().values()) else None
     if name is None:
         return f"mask token {token}: an embedding row that the tokenizer does not use"
@@ -59,7 +59,7 @@ def check_mask_token(directory: Path, token: int) -> str:
     if why is None and (known is None or not known.special):
         why = "a token of ordinary text"
     if why:
-        free, reason = find_mask_token(directory)
+        free, reason = find_mask_token(directory, trust_remote_code)
         raise UserError(f"target.mask_token = {token} is {name!r}, {why}; take {free} ({reason})")
     return f"mask token {token}: {name}, a special token that the chat template does not write"
 
@@ -94,14 +94,3 @@ def stop_tokens(directory: Path) -> Iterator[int]:
             except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
                 raise UserError(f"{path}: not a JSON object; fetch it again") from None
             yield from eos if isinstance(eos, list) else [] if eos is None else [eos]
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """The target's tokenizer; UserError when the directory has none."""
-    from transformers import AutoTokenizer
-
-    gguf = gguf_file(directory)
-    try:
-        return AutoTokenizer.from_pretrained(directory, **({"gguf_file": gguf.name} if gguf else {}))
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise UserError(f"{directory}: no tokenizer that transformers can load: {first_line(error)}") from None

@@ -23,6 +23,8 @@ class InitOptions:
     """Draft layers; default 5, or 2 for targets of at most 30 layers and 600 hidden units."""
     block: int | None = None
     """Block size; default 16, or 8 on a CPU."""
+    trust_remote_code: bool = False
+    """Run Python code shipped with the model; the recipe then does so too."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from draftsmith.job import Job, dtype_of, topology_of
 from draftsmith.plan_speed import Times, Work, times_by_rates
 from draftsmith.rates import Card, rates_of
 from draftsmith.step import TrainStep
-from draftsmith.target import load_tables
 from draftsmith.unit import UnitSequence
 
 TIMED = 3  # units, after one that warms up
@@ -23,13 +22,13 @@ def measure_times(job: Job, units: UnitSequence, card: Card | None, work: Work) 
     is one, the all-reduce) is the table's for a known card, else memory speed."""
     topology, c = topology_of(job.config), job.config
     device = torch.device(topology.devices[-1])
-    dtype = dtype_of(c, device)
+    dtype = dtype_of(c.target.dtype, device)
     before = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads(c, topology))
     try:
         target = job.load_target(device)
         step = TrainStep(
-            job.make_drafter(), load_tables(job.directory, dtype, device), job.shape, c.loss, c.optim, dtype, device,
+            job.make_drafter(), job.load_tables(device), job.shape, c.loss, c.optim, dtype, device,
             checkpoint_activations=c.run.checkpoint_activations, mode=c.run.mode,
         )  # fmt: skip
         step.prepare()

@@ -45,23 +45,23 @@ class TargetSize:
     tied: bool
 
 
-def target_size(directory: Path, taps: tuple[int, ...]) -> TargetSize:
+def target_size(directory: Path, taps: tuple[int, ...], trust_remote_code: bool = False) -> TargetSize:
     """From config.json alone: the model is built without memory and its parameters are counted."""
     import torch
-    from transformers import AutoModel
 
     from draftsmith.target_facts import describe, read_config
-    from draftsmith.target_load import find_layers
+    from draftsmith.target_load import decoder_class, find_layers
 
-    facts, config = describe(directory), read_config(directory)
+    facts, config = describe(directory, trust_remote_code), read_config(directory, trust_remote_code)
+    text = config.get_text_config(decoder=True)
     with torch.device("meta"):
-        decoder = AutoModel.from_config(config.get_text_config(decoder=True))
+        decoder = decoder_class(directory, config, text, trust_remote_code)(text)
     owner, name = find_layers(decoder, facts.num_layers)
     layers = list(owner.get_submodule(name))
     count = max(taps) + 1
     beside = sum(p.numel() for p in decoder.parameters()) - sum(p.numel() for x in layers for p in x.parameters())
     kept = [(n, p.numel()) for x in layers[:count] for n, p in x.named_parameters()]
-    share = _routed_share(config.get_text_config(decoder=True))
+    share = _routed_share(text)
     active = sum(n * (share if ".experts." in f".{name}." else 1.0) for name, n in kept)
     attention = facts.hidden_size * facts.head_dim * (2 * facts.num_heads + 2 * facts.num_kv_heads)
     return TargetSize(

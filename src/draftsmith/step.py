@@ -33,6 +33,15 @@ class Tables:
     embed_scale: float
     head: Head
 
+    def describe(self) -> str:
+        """One sentence for a run's start."""
+        head = self.head
+        tied = "tied" if head.weight is self.embedding else "apart"
+        cap = f"soft-capped at {head.softcap:g}" if head.softcap else "without soft-cap"
+        return (
+            f"embedding x {self.embed_scale:g}, head {tied}, logits x {head.scale:g}, {cap}: as measured on its classes"
+        )
+
 
 @dataclass(frozen=True)
 class StepStats:

@@ -4,6 +4,7 @@ Tap L is the OUTPUT of decoder layer L (0-based), before any final norm (z-lab's
 for every layer but the last). Each document of a packed row attends to itself alone. No logits are ever computed.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,14 +17,16 @@ from torch import Tensor, nn
 from draftsmith.console import ShowProgress, no_progress
 from draftsmith.errors import UserError
 from draftsmith.mask_token import check_mask_token, find_mask_token, unused_rows
+from draftsmith.tables import load_tables
 from draftsmith.target_attention import PACKED, DocumentLoop, Kernel, attach, register
+from draftsmith.target_experts import experts_of
 from draftsmith.target_facts import TargetFacts, describe, read_config
 from draftsmith.target_fuse import fuse_siblings
-from draftsmith.target_kernels import FlexBlocks, VarlenCudnn, VarlenFlash
-from draftsmith.target_load import find_layers, is_quantized, load_decoder
+from draftsmith.target_kernels import FlexBlocks
+from draftsmith.target_load import find_layers, load_decoder, quiet, storage_report
 from draftsmith.target_proof import Survey, prove, survey
 from draftsmith.target_run import FixedShape
-from draftsmith.weights import last_layers, load_tables
+from draftsmith.weights import last_layers
 
 __all__ = [
     "RowPlan", "Target", "TargetFacts", "check_mask_token", "describe", "find_mask_token", "last_layers", "load_tables",
@@ -31,6 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 BUCKETS = (256, 1024, 4096)  # lengths, besides the row's own, of families that run document by document
+POSITION_LEAVES = ("wpe", "embed_positions", "position_embeddings")  # tables of learned positions
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,8 @@ class RowPlan:
     """The fixed shape of the rows to come."""
 
     tokens: int
-    documents: int
-    """Most documents of a row."""
     longest: int
-    """Longest document."""
+    """Longest document; what is left unused of a row may be longer."""
 
 
 class Target:
@@ -52,6 +54,7 @@ class Target:
         self.notes: list[str] = []
         self.packed = True
         self.kernel: Kernel = DocumentLoop()
+        self.position_rows = learned_positions(decoder)
         self._outputs: dict[int, Tensor] = {}
         self._runs: dict[int, FixedShape] = {}
         self.hooks = [layers[index].register_forward_hook(self._keep(index)) for index in sorted(set(taps))]
@@ -59,13 +62,17 @@ class Target:
     @classmethod
     def load(
         cls, directory: Path, taps: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, *,
+<<<<<<< HEAD
         mode: str = "eager", rows: RowPlan | None = None, kernel: str = "auto", trust_remote_code: bool = False,
         progress: ShowProgress = no_progress,
+=======
+        mode: str = "eager", rows: RowPlan | None = None, trust_remote_code: bool = False,
+>>>>>>> target
     ) -> "Target":  # fmt: skip
         """Read what the taps need of the model in `directory`, and prove that documents of a packed row stay apart.
 
         mode: eager, compile, reduce-overhead or graph; auto: graph on CUDA, eager on CPU. All but eager need `rows`.
-        kernel: auto, flex or varlen, on CUDA. UserError when a tensor is missing or does not fit.
+        UserError when a tensor is missing or does not fit.
         """
         device = torch.device(device)
         mode = ("graph" if device.type == "cuda" else "eager") if mode == "auto" else mode
@@ -76,23 +83,32 @@ class Target:
             raise UserError(f"target.taps {bad or '()'}: the target has layers 0..{text.num_hidden_layers - 1}")
         register()
         count = max(taps) + 1
+<<<<<<< HEAD
         decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code, progress).to(device)
         target = cls.over(decoder, taps, device, mode=mode, rows=rows, kernel=kernel)
+=======
+        decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code).to(device)
+        target = cls.over(decoder, taps, device, mode=mode, rows=rows)
+>>>>>>> target
         tower = "" if text is config else ", the text tower alone"
-        stored = ", quantised" if is_quantized(config) else ""
         layers = f"layers 0..{count - 1} of {text.num_hidden_layers}"
-        name = str(dtype).removeprefix("torch.")
-        target.notes.insert(0, f"target {config.model_type}: {layers}{tower}, taps {list(taps)}, {name}{stored}")
+        stored = str(dtype).removeprefix("torch.") + storage_report(directory, config)
+        target.notes.insert(0, f"target {config.model_type}: {layers}{tower}, taps {list(taps)}, {stored}")
         return target
 
     @classmethod
     def over(
         cls, decoder: nn.Module, taps: tuple[int, ...], device: torch.device, *, mode: str = "eager",
-        rows: RowPlan | None = None, kernel: str = "auto",
+        rows: RowPlan | None = None,
     ) -> "Target":  # fmt: skip
         """A target around a decoder that is loaded, cut after the last tap, and uses the attention PACKED."""
         owner, name = find_layers(decoder, max(taps) + 1)
         target = cls(decoder, owner.get_submodule(name), taps, device)
+        if target.position_rows and rows and rows.longest > target.position_rows:
+            raise UserError(
+                f"the target has learned positions for {target.position_rows} tokens, the corpus has a document of "
+                f"{rows.longest}: prepare it with --max-tokens {target.position_rows}"
+            )
         found = survey(decoder, target.forward, max(taps) + 1)
         attach(decoder, target.kernel)
         if device.type == "cpu" and mode != "eager":
@@ -100,11 +116,17 @@ class Target:
             mode = "eager"
         if mode != "eager" and rows is None:
             raise ValueError(f"mode {mode} needs the shape of the rows")
+        if experts := experts_of(decoder):
+            mode, note = experts.describe(mode)
+            target.notes.append(note)
         if found.refusal is None:
-            target._set_up_packed(found, mode, rows, kernel)
+            target._set_up_packed(found, mode, rows)
             found = prove(target, found, rows.tokens if rows and mode != "eager" else None)
         if found.refusal is None:
-            target.notes.append(f"documents packed, attention: {target.kernel.name}; proved against documents alone")
+            why = "exact, for mode eager" if mode == "eager" else f"of one shape, for mode {mode}"
+            target.notes.append(
+                f"documents packed, attention: {target.kernel.name}, {why}; proved against documents alone"
+            )
         else:
             target._set_up_alone(found.refusal, mode, rows)
         return target
@@ -135,6 +157,8 @@ class Target:
 
     def forward(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """ids, positions [1, T] -> the taps [T, H] in listed order."""
+        if self.position_rows:  # documents keep to the table; what is unused of a row need not
+            positions = positions.clamp(max=self.position_rows - 1)
         self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
         taps = tuple(self._outputs[index] for index in self.taps)
         self._outputs.clear()
@@ -160,12 +184,12 @@ class Target:
         for i, tap in enumerate(taps):
             out[:, i * width : (i + 1) * width].copy_(tap)
 
-    def _set_up_packed(self, found: Survey, mode: str, rows: RowPlan | None, kernel: str) -> None:
+    def _set_up_packed(self, found: Survey, mode: str, rows: RowPlan | None) -> None:
         """Fused projections, a fixed-shape kernel and the compiled forward, where the mode asks for them."""
         if mode == "eager" or rows is None:
             return
         groups = fuse_siblings(self.decoder)
-        self.kernel = choose_kernel(found, rows, kernel, self.device)
+        self.kernel = FlexBlocks(rows.tokens, found.windows, self.device)
         attach(self.decoder, self.kernel)
         self.kernel.load(torch.zeros(rows.tokens, dtype=torch.int64, device=self.device))
         self.notes.append(f"{groups} groups of sibling projections fused")
@@ -178,7 +202,7 @@ class Target:
         self.notes.append(f"documents run one by one, slower than packed: {reason}")
         self.notes.append(f"attention: transformers' {own_attention(self.decoder)}")
         if mode != "eager" and rows is not None:
-            lengths = [n for n in BUCKETS if n < rows.longest] + [rows.longest]
+            lengths = [n for n in BUCKETS if n < rows.tokens] + [rows.tokens]
             for length in lengths:
                 self._fix(length, mode)
             self.notes.append(f"documents are padded to {', '.join(map(str, lengths))} tokens")
@@ -198,23 +222,21 @@ class Target:
         return hook
 
 
-def choose_kernel(found: Survey, rows: RowPlan, wanted: str, device: torch.device) -> Kernel:
-    """varlen where the family's scores are plain softmax in half precision, else flex."""
-    suits = VarlenFlash.suits(found.dtype, found.head_dim, found.softcap)
-    if wanted in ("varlen", "cudnn"):
-        if not suits:
-            raise UserError(f"attention {wanted} needs half precision, heads of at most 256 and no soft-cap; use flex")
-        # Room for the rows of the proof, which hold a few short documents among the longest.
-        documents = max(rows.documents, -(-rows.tokens // rows.longest) + 6)
-        kind = VarlenFlash if wanted == "varlen" else VarlenCudnn
-        return kind(rows.tokens, documents, rows.longest, device)
-    return FlexBlocks(rows.tokens, found.windows, device, {"USE_TMA": True} if wanted == "flex-tma" else None)
-
-
 def own_attention(decoder: nn.Module) -> str:
     """Switch the decoder to transformers' SDPA, or to its eager attention where SDPA does not do; returns the name."""
-    try:
-        decoder.set_attn_implementation("sdpa")
-    except ValueError:
-        decoder.set_attn_implementation("eager")
-    return decoder.config._attn_implementation
+    for name in ("sdpa", "eager"):
+        with contextlib.suppress(ValueError), quiet():
+            decoder.set_attn_implementation(name)
+        if decoder.config._attn_implementation == name:
+            return name
+    decoder.config._attn_implementation = "eager"  # a class that cannot be switched: it needs the masks of its own
+    return "own for this family"
+
+
+def learned_positions(decoder: nn.Module) -> int | None:
+    """How many positions the decoder has learned an embedding for; None where positions are rotations."""
+    if not any(
+        n.rpartition(".")[2] in POSITION_LEAVES and isinstance(m, nn.Embedding) for n, m in decoder.named_modules()
+    ):
+        return None
+    return decoder.config.max_position_embeddings

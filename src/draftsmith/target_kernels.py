@@ -1,15 +1,13 @@
 """Fixed-shape attention over packed rows for CUDA: nothing is read on the host, so a CUDA graph can hold it.
 
-`FlexBlocks` understands every kind of scores and any mix of documents; `VarlenFlash` is the flash kernel for ragged
-batches, for plain softmax in half precision. Both keep a row's boundaries in static buffers that `load` fills.
+A row's boundaries are kept in static buffers that `load` fills. (torch's and cuDNN's kernels for ragged batches were no
+faster at the shapes of records/target_h200.md and know no soft-cap.)
 """
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from draftsmith.target_attention import Scores
@@ -30,9 +28,8 @@ class FlexBlocks:
 
     name = "flex_attention with document blocks"
 
-    def __init__(self, tokens: int, windows: set[int | None], device: torch.device, options: dict | None = None):
-        """`windows`: every window that a layer may ask for; None is full attention. `options`: the kernel's own."""
-        self._options = options
+    def __init__(self, tokens: int, windows: set[int | None], device: torch.device):
+        """`windows`: every window that a layer may ask for; None is full attention."""
         self.starts = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.masks = {w: _empty_mask(tokens, self._rule(w), device) for w in windows}
         self._flex = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
@@ -60,7 +57,6 @@ class FlexBlocks:
             block_mask=self.masks[scores.window],
             scale=scores.scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            kernel_options=self._options,
             return_aux=AuxRequest(lse=True) if scores.sinks is not None else None,
         )
         if scores.sinks is not None:
@@ -102,72 +98,3 @@ def _empty_mask(tokens: int, rule: Any, device: torch.device) -> BlockMask:
     return BlockMask.from_kv_blocks(
         number, order, number.clone(), order.clone(), BLOCK, rule, seq_lengths=(tokens, tokens), compute_q_blocks=False
     )
-
-
-class VarlenFlash:
-    """torch's flash attention for ragged batches: float16 and bfloat16, heads up to 256, no soft-cap.
-
-    The number of documents a row may hold and the longest one are fixed, since they are the kernel's launch grid.
-    """
-
-    name = "flash attention over ragged documents"
-
-    def __init__(self, tokens: int, documents: int, longest: int, device: torch.device):
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-        self.tokens, self.documents, self.longest = tokens, documents, min(longest, tokens)
-        self.edges = torch.full((documents + 1,), tokens, dtype=torch.int32, device=device)
-        self.edges[0] = 0
-        self._varlen, self._lse = varlen_attn, AuxRequest(lse=True)
-        # torch 2.11 groups query heads without being asked; later releases want to be told.
-        self._grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-    def load(self, documents: Tensor) -> None:
-        """Unused edges stay T: empty documents. A row with more documents than planned stops the device, loudly."""
-        number = (documents[1:] != documents[:-1]).cumsum(0)
-        torch._assert_async((number[-1] < self.documents).all())
-        lengths = torch.zeros(self.documents, dtype=torch.int64, device=documents.device)
-        lengths.scatter_add_(0, F.pad(number, (1, 0)), torch.ones_like(documents))
-        self.edges[1:].copy_(lengths.cumsum(0))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-        width = v.shape[2]
-        v = F.pad(v, (0, q.shape[2] - width)) if width < q.shape[2] else v
-        out = self._varlen(
-            q, k, v, self.edges, self.edges, self.longest, self.longest, scale=scores.scale,
-            window_size=((scores.window or 0) - 1, 0),
-            return_aux=self._lse if scores.sinks is not None else None, **self._grouped,
-        )  # fmt: skip
-        if scores.sinks is not None:
-            out, log_z = out  # [T, h, d], [h, T]
-            out = out * torch.sigmoid(log_z - scores.sinks.float()[:, None]).T[..., None].to(out.dtype)
-        return out[..., :width]
-
-    @staticmethod
-    def suits(dtype: torch.dtype, head_dim: int, softcap: bool) -> bool:
-        return dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and not softcap
-
-
-@torch.library.custom_op("draftsmith::cudnn_ragged", mutates_args=())
-def cudnn_ragged(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float) -> Tensor:
-    """Causal attention of ragged documents by cuDNN; shapes as everywhere here, edges [N+1] int32."""
-    found = torch.ops.aten._cudnn_attention_forward(
-        q, k, v, None, edges, edges, longest, longest, False, 0.0, True, False, scale=scale
-    )
-    return found[0]
-
-
-@cudnn_ragged.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float) -> Tensor:
-    return q.new_empty(*q.shape[:2], v.shape[2])
-
-
-class VarlenCudnn(VarlenFlash):
-    """cuDNN's attention for ragged batches: plain causal softmax without windows or sinks."""
-
-    name = "cuDNN attention over ragged documents"
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-        if scores.window or scores.sinks is not None or scores.softcap:
-            raise TypeError("cuDNN's ragged attention knows no window, sinks or soft-cap")
-        return cudnn_ragged(q.contiguous(), k.contiguous(), v.contiguous(), self.edges, self.longest, scores.scale)

@@ -33,7 +33,7 @@ def load_decoder(
     wrong shape, or cut short.
     """
     text = config.get_text_config(decoder=True)
-    family = _decoder_class(directory, config, text, trust_remote_code)
+    family = decoder_class(directory, config, text, trust_remote_code)
     options: dict[str, Any] = dict(
         config=_without_native_kernels(text),
         dtype=dtype,
@@ -77,19 +77,39 @@ def _is_wanted(name: str, count: int) -> bool:
 
 
 def _without_native_kernels(text: Any) -> Any:
-    """MXFP4 weights are turned into the compute dtype where accelerate, which transformers' MXFP4 kernels need, is absent."""
-    stored = text.to_dict().get("quantization_config") or {}
-    if stored.get("quant_method") != "mxfp4" or find_spec("accelerate"):
+    """The config to build from: says where weights that are stored in MXFP4 are not computed in it."""
+    if not _is_widened(text):
         return text
     text = copy.deepcopy(text)
-    text.quantization_config = {**stored, "dequantize": True}
+    text.quantization_config = {**text.to_dict()["quantization_config"], "dequantize": True}
     return text
+
+
+def _is_widened(text: Any) -> bool:
+    """MXFP4 weights are turned into the compute dtype where accelerate, which transformers' MXFP4 kernels need, is absent."""
+    stored = text.to_dict().get("quantization_config") or {}
+    return stored.get("quant_method") == "mxfp4" and not find_spec("accelerate")
 
 
 def is_quantized(config: Any) -> bool:
     """Whether the checkpoint's weights are stored in a quantizer's format."""
-    text = config.get_text_config(decoder=True)
-    return any("quantization_config" in c.to_dict() and c.quantization_config is not None for c in (config, text))
+    return _quantization(config) is not None
+
+
+def storage_report(directory: Path, config: Any) -> str:
+    """How the weights are stored, for a run's start; "" for plain floats."""
+    if gguf := gguf_file(directory):
+        return f", {gguf.name} turned into it"
+    if not is_quantized(config):
+        return ""
+    method = _quantization(config).get("quant_method", "an unnamed quantizer")
+    widened = ", turned into it since accelerate is absent" if _is_widened(config.get_text_config(decoder=True)) else ""
+    return f", quantised by {method}{widened}"
+
+
+def _quantization(config: Any) -> dict[str, Any] | None:
+    found = (c.to_dict().get("quantization_config") for c in (config, config.get_text_config(decoder=True)))
+    return next((q for q in found if q is not None), None)
 
 
 def tower_prefix(shards: Shards, directory: Path) -> str:
@@ -140,15 +160,22 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _decoder_class(directory: Path, config: Any, text: Any, trust_remote_code: bool) -> type:
+def decoder_class(directory: Path, config: Any, text: Any, trust_remote_code: bool) -> type:
+    """The class of the text decoder alone, without an output head."""
     from transformers import MODEL_MAPPING
 
     if type(text) in MODEL_MAPPING:
         found = MODEL_MAPPING[type(text)]
         return found[0] if isinstance(found, tuple) else found
-    names = config.to_dict().get("auto_map", {})
-    name = names.get("AutoModel") or names.get("AutoModelForCausalLM")
+    return remote_class(directory, config, trust_remote_code, "AutoModel", "AutoModelForCausalLM")
+
+
+def remote_class(directory: Path, config: Any, trust_remote_code: bool, *kinds: str) -> type:
+    """The first of these classes in the model's own code; UserError when it has none or may not run it."""
+    known = config.to_dict().get("auto_map", {})
+    name = next((known[kind] for kind in kinds if kind in known), None)
     if not (trust_remote_code and name):
+        text = config.get_text_config(decoder=True)
         raise UserError(f"{directory / 'config.json'}: transformers has no decoder for model_type {text.model_type!r}")
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

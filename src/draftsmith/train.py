@@ -24,17 +24,21 @@ from draftsmith.errors import UserError
 from draftsmith.events import EvaluationRecord, EventLog, StepRecord
 from draftsmith.gauges import Gauges
 from draftsmith.host import Worker, run_host
-from draftsmith.job import dtype_of
+from draftsmith.job import Job, dtype_of
 from draftsmith.loop import Interval, Loader, Plan, Waits
 from draftsmith.mailbox import cell_items
 from draftsmith.options import TrainOptions
 from draftsmith.profile import StepProfiler
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED, provenance
+<<<<<<< HEAD
 from draftsmith.sinks import SinkProcesses
 from draftsmith.step import TrainStep, learning_rate
+=======
+from draftsmith.step import Tables, TrainStep, learning_rate
+>>>>>>> target
 from draftsmith.step_modes import COMPILE_LOCK
 from draftsmith.taps import MailedTaps, OwnTaps, Taps
-from draftsmith.target import Target, load_tables
+from draftsmith.target import Target
 from draftsmith.unit import UNIT_LAW, Unit, UnitSequence
 from draftsmith.walk import Walk, walk_row
 
@@ -149,18 +153,28 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
     """Model, step and taps of one trainer; its state is that of the newest checkpoint any trainer finds, or the start."""
     job, place, run = worker.job, worker.place, worker.run
     device, colocated = torch.device(place.device), place.role == "both"
-    dtype, c = dtype_of(job.config, device), job.config
+    dtype, c = dtype_of(job.config.target.dtype, device), job.config
     with COMPILE_LOCK:  # loading and compiling are not made for several threads
+<<<<<<< HEAD
         target = job.load_target(device, worker.console.progress) if colocated else None
+=======
+        target = job.load_target(device) if colocated else None
+        tables = job.load_tables(device)
+>>>>>>> target
         step = TrainStep(
-            job.make_drafter(), load_tables(job.directory, dtype, device), job.shape, c.loss, c.optim, dtype, device,
+            job.make_drafter(), tables, job.shape, c.loss, c.optim, dtype, device,
             checkpoint_activations=c.run.checkpoint_activations, mode=c.run.mode,
         )  # fmt: skip
         if not step.prepared:
             worker.console.note(f"compiling the step for mode {step.mode}")
         step.prepare()
+<<<<<<< HEAD
     worker.all_set_up.wait(may_compile=target is not None and target.may_compile)
     for line in target.report() if target is not None else []:
+=======
+    worker.meet()
+    for line in (*(target.report() if target is not None else ()), *(report(job, tables) if place.is_first else ())):
+>>>>>>> target
         worker.console.note(line)
     units = job.units(run.path)
     plan = job.plan(units, place, restore(worker, step))
@@ -186,6 +200,11 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         taps = MailedTaps(worker.mail.as_trainer(plan.start), items, s.taps, events)
     held_out = {row: job.held_out_row(row) for row in plan.held_out()}
     return Workshop(worker, plan, units, held_out, step, taps, events, writer, about, target, gauges)
+
+
+def report(job: Job, tables: Tables) -> list[str]:
+    """What the drafter is trained with besides the taps, one sentence a line."""
+    return [job.mask_token_report(), f"chat template: {job.template_report()}", tables.describe()]
 
 
 def restore(worker: Worker, step: TrainStep) -> int:

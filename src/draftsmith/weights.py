@@ -1,9 +1,8 @@
-"""Tensors of a target by name, read lazily from its safetensors shards: embedding, head, and its last layers."""
+"""Tensors of a target by name, read lazily from its safetensors shards; its last layers."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.loss import Head
-from draftsmith.step import Tables
-from draftsmith.target_facts import gguf_file, is_tied, read_config
+from draftsmith.target_facts import read_config
 
 PIECE = 1 << 20  # bytes read at a time; a multiple of every itemsize
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-EMBEDDING_LEAVES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
-HEAD_LEAVES = ("lm_head", "embed_out", "output")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -144,89 +139,12 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     return {n: StoredTensor(path, n, d, s, base + a, base + b) for n, (d, s, a, b) in found.items()}
 
 
-def load_tables(
-    directory: Path, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool = False
-) -> Tables:
-    """The frozen embedding and head that a trainer needs, and nothing else of the target.
-
-    A tied head is the embedding's own storage; as in transformers, two stored tables that differ are not tied and a
-    tied pair may be stored under either name. UserError naming the file when one is missing or has a wrong shape.
-    """
-    config = read_config(directory, trust_remote_code)
-    text = config.get_text_config(decoder=True)
-    size = (text.vocab_size, text.hidden_size)
-    scale, logit_scale, softcap = table_scales(text)
-    embedding, head = _stored_tables(directory, size, dtype)
-    if embedding is None and head is None:
-        raise UserError(f"{directory}: no tensor of the embedding (looked for {', '.join(EMBEDDING_LEAVES)})")
-    if embedding is None or head is None:
-        if not (is_tied(config) or gguf_file(directory)):
-            what = "embedding" if embedding is None else "output head"
-            raise UserError(f"{directory}: no tensor of the {what}, and config.json does not tie it to the other table")
-        embedding = head = embedding if head is None else head
-    elif is_tied(config) and torch.equal(embedding, head):
-        head = embedding
-    same = head is embedding
-    embedding = embedding.to(device)
-    head = embedding if same else head.to(device)
-    return Tables(embedding, scale, Head(head, logit_scale, softcap))
-
-
-def _stored_tables(directory: Path, size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """(embedding, head) on the CPU, None for one that is not stored."""
-    if gguf := gguf_file(directory):
-        return _gguf_table(gguf, "token_embd.weight", size, dtype), _gguf_table(gguf, "output.weight", size, dtype)
-    shards = Shards.open(directory)
-    return _table(shards, EMBEDDING_LEAVES, size, dtype), _table(shards, HEAD_LEAVES, size, dtype)
-
-
-def _gguf_table(path: Path, name: str, size: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-    """One [V, H] matrix of a GGUF file, dequantised."""
-    if not find_spec("gguf"):
-        raise UserError(f"{path}: needs the package gguf; install it, or name a directory with safetensors")
-    import gguf
-
-    found = next((t for t in gguf.GGUFReader(path).tensors if t.name == name), None)
-    if found is None:
-        return None
-    table = torch.from_numpy(gguf.dequantize(found.data, found.tensor_type))
-    if tuple(table.shape) != size:
-        raise UserError(f"{path}: {name} is {list(table.shape)}, its header says {list(size)}")
-    return table.to(dtype)
-
-
-def _table(shards: Shards, leaves: tuple[str, ...], size: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-    """The [V, H] matrix of one of these modules, None without one. The outermost: MTP heads and vision towers nest deeper."""
-    found = [
-        n for n in shards.tensors if n.removesuffix(".weight").rpartition(".")[2] in leaves and ".layers." not in n
-    ]
-    if not found:
-        return None
-    name = min((n for n in found if shards.tensors[n].shape == size), key=lambda n: n.count("."), default=None)
-    if name is None:
-        shape = list(shards.tensors[found[0]].shape)
-        raise UserError(f"{shards.tensors[found[0]].path}: {found[0]} is {shape}, config.json says {list(size)}")
-    return shards.read(name, dtype)
-
-
-def table_scales(text) -> tuple[float, float, float]:
-    """(embedding scale, logit scale, logit soft-cap) of a family, by the fields that hold them."""
-    values = text.to_dict()
-    embed = values.get("embedding_multiplier") or values.get("scale_emb") or 1.0
-    if text.model_type.startswith("gemma"):
-        embed = text.hidden_size**0.5
-    logit = values.get("logit_scale") or values.get("lm_head_multiplier") or 1.0
-    if values.get("logits_scaling"):
-        logit = 1.0 / values["logits_scaling"]
-    return float(embed), float(logit), float(values.get("final_logit_softcapping") or 0.0)
-
-
-def last_layers(directory: Path, count: int) -> tuple[list[dict[str, Tensor]], Tensor]:
+def last_layers(directory: Path, count: int, trust_remote_code: bool = False) -> tuple[list[dict[str, Tensor]], Tensor]:
     """Tensors of the target's last `count` decoder layers by z-lab's names (`self_attn.q_proj.weight` ...), and its final norm.
 
     Names and shapes are the family's; float32, CPU. UserError when there are too few layers, or none under the usual names.
     """
-    text = read_config(directory).get_text_config(decoder=True)
+    text = read_config(directory, trust_remote_code).get_text_config(decoder=True)
     shards = Shards.open(directory)
     prefix = _layers_prefix(shards)
     first = text.num_hidden_layers - count

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.data.shards import Manifest
 from draftsmith.errors import UserError
+from draftsmith.target_facts import gguf_file
 
 Message = dict[str, Any]
 TemplateOptions = dict[str, bool | int | str]
@@ -146,7 +147,8 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
         raise UserError(f"{directory}: no such model directory")
     transformers_logging.get_logger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        file = {"gguf_file": gguf.name} if (gguf := gguf_file(Path(directory))) else {}
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **file)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{directory}: the tokenizer cannot be loaded: {first}") from None
@@ -248,10 +250,11 @@ def template_hash(template: str | None, options: TemplateOptions, tool_template:
 
 
 def check_matches(
-    manifest: Manifest, target_dir: Path, chat_template: str | None, template_options: TemplateOptions
-) -> None:
+    manifest: Manifest, target_dir: Path, chat_template: str | None, template_options: TemplateOptions,
+    trust_remote_code: bool = False,
+) -> None:  # fmt: skip
     """UserError, naming both sides, unless the corpus was made with this target's tokenizer, vocabulary and template."""
-    tokenizer = load_tokenizer(target_dir)
+    tokenizer = load_tokenizer(target_dir, trust_remote_code)
     ours = tokenizer_hash(tokenizer)
     if manifest.tokenizer_hash != ours:
         raise UserError(

@@ -91,6 +91,15 @@ class Rope(nn.Module):
         inverse, self.scale = rope_frequencies(shape)
         self.register_buffer("inverse_frequencies", inverse, persistent=False)  # [d/2] float32
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
+        """Frequencies follow the module to its device, never to another dtype: rounded to bfloat16 they turn far
+        positions by whole radians."""
+        exact = self.inverse_frequencies
+        super()._apply(fn, recurse)
+        if self.inverse_frequencies.dtype != exact.dtype:
+            self.inverse_frequencies = exact.to(self.inverse_frequencies.device)
+        return self
+
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [...] int -> cos, sin [..., 1, d] in `dtype`; the 1 broadcasts over heads."""
         angles = positions[..., None].float() * self.inverse_frequencies

@@ -13,7 +13,7 @@ from draftsmith.weights import last_layers
 OTHERWISE = 'set drafter.init = "random"'
 
 
-def init_from_target(drafter: DFlash, directory: Path) -> None:
+def init_from_target(drafter: DFlash, directory: Path, trust_remote_code: bool = False) -> None:
     """Fill the drafter in place; q_norm and k_norm stay 1 where the target has none.
 
     hidden_norm stays 1. UserError says what of the target has no place in a draft layer.
@@ -21,7 +21,7 @@ def init_from_target(drafter: DFlash, directory: Path) -> None:
     shape = drafter.shape
     if gguf := gguf_file(directory):
         raise UserError(f"{gguf}: GGUF layers cannot start a draft layer; {OTHERWISE}")
-    text = read_config(directory).get_text_config(decoder=True)
+    text = read_config(directory, trust_remote_code).get_text_config(decoder=True)
     rope = target_rope(text)
     partial = rope.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
@@ -31,7 +31,7 @@ def init_from_target(drafter: DFlash, directory: Path) -> None:
     activation = text.to_dict().get("hidden_act") or text.to_dict().get("hidden_activation") or "silu"
     if activation not in ("silu", "swish"):
         raise UserError(f"{directory}: the target's MLP uses {activation}, a draft layer SiLU; {OTHERWISE}")
-    layers, norm = last_layers(directory, shape.num_layers)
+    layers, norm = last_layers(directory, shape.num_layers, trust_remote_code)
     state = {n: t.detach().clone() for n, t in to_zlab(dict(drafter.named_parameters()), shape).items()}
     for index, layer in enumerate(layers):
         _fill(state, f"layers.{index}.", _split(layer, shape), directory)

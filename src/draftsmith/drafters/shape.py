@@ -10,11 +10,12 @@ from draftsmith.target import check_mask_token, describe
 
 def drafter_shape(config: Config, directory: Path) -> DFlashShape:
     """The shape a recipe asks for on the target in `directory`; what does not fit is a UserError naming the key."""
-    facts, wanted = describe(directory), config.drafter
+    trusted = config.target.trust_remote_code
+    facts, wanted = describe(directory, trusted), config.drafter
     mask_token = config.target.mask_token
     if mask_token is None:
         raise UserError("target.mask_token is missing: `draftsmith init` finds an unused vocabulary row and says why")
-    check_mask_token(directory, mask_token)
+    check_mask_token(directory, mask_token, trusted)
     windows = tuple(wanted.window if i in wanted.sliding_layers else None for i in range(wanted.layers))
     try:
         return DFlashShape(
