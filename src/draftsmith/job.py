@@ -19,13 +19,9 @@ from draftsmith.drafters.init import init_from_target
 from draftsmith.drafters.shape import drafter_shape
 from draftsmith.errors import UserError
 from draftsmith.loop import Plan
-<<<<<<< HEAD
 from draftsmith.sinks import require
-from draftsmith.target import RowPlan, Target
-=======
 from draftsmith.step import Tables
 from draftsmith.target import RowPlan, Target, check_mask_token, load_tables
->>>>>>> target
 from draftsmith.topology import Place, Topology, resolve_topology
 from draftsmith.unit import (
     PlanCache,

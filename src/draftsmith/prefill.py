@@ -28,14 +28,9 @@ def target_role(worker: Worker, look: Callable[[Target], None] | None = None) ->
     `look` is shown the target before it works for others (the doctor's).
     """
     job, place = worker.job, worker.place
-<<<<<<< HEAD
-    device, dtype = torch.device(place.device), dtype_of(job.config, torch.device(place.device))
-    with open_log(worker.run, place) as events:
-=======
     device = torch.device(place.device)
     dtype = dtype_of(job.config.target.dtype, device)
-    with EventLog(worker.run.path, "target", worker.run.attempt, place.number) as events:
->>>>>>> target
+    with open_log(worker.run, place) as events:
         with COMPILE_LOCK:
             target = job.load_target(device, worker.console.progress)
             if look is not None:

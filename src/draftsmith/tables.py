@@ -11,10 +11,9 @@ from draftsmith.loss import Head
 from draftsmith.step import Tables
 from draftsmith.target_facts import gguf_file, is_tied, read_config
 from draftsmith.target_scales import measure_scales
-from draftsmith.weights import Shards
+from draftsmith.weights import HEAD_LEAVES, Shards
 
 EMBEDDING_LEAVES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
-HEAD_LEAVES = ("lm_head", "embed_out", "output")
 PLAIN = ("F64", "F32", "F16", "BF16")  # safetensors' dtypes that hold a value without a scale beside it
 
 

@@ -62,12 +62,8 @@ class Target:
     @classmethod
     def load(
         cls, directory: Path, taps: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, *,
-<<<<<<< HEAD
-        mode: str = "eager", rows: RowPlan | None = None, kernel: str = "auto", trust_remote_code: bool = False,
-        progress: ShowProgress = no_progress,
-=======
         mode: str = "eager", rows: RowPlan | None = None, trust_remote_code: bool = False,
->>>>>>> target
+        progress: ShowProgress = no_progress,
     ) -> "Target":  # fmt: skip
         """Read what the taps need of the model in `directory`, and prove that documents of a packed row stay apart.
 
@@ -83,13 +79,8 @@ class Target:
             raise UserError(f"target.taps {bad or '()'}: the target has layers 0..{text.num_hidden_layers - 1}")
         register()
         count = max(taps) + 1
-<<<<<<< HEAD
         decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code, progress).to(device)
-        target = cls.over(decoder, taps, device, mode=mode, rows=rows, kernel=kernel)
-=======
-        decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code).to(device)
         target = cls.over(decoder, taps, device, mode=mode, rows=rows)
->>>>>>> target
         tower = "" if text is config else ", the text tower alone"
         layers = f"layers 0..{count - 1} of {text.num_hidden_layers}"
         stored = str(dtype).removeprefix("torch.") + storage_report(directory, config)

@@ -30,12 +30,8 @@ from draftsmith.mailbox import cell_items
 from draftsmith.options import TrainOptions
 from draftsmith.profile import StepProfiler
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED, provenance
-<<<<<<< HEAD
 from draftsmith.sinks import SinkProcesses
-from draftsmith.step import TrainStep, learning_rate
-=======
 from draftsmith.step import Tables, TrainStep, learning_rate
->>>>>>> target
 from draftsmith.step_modes import COMPILE_LOCK
 from draftsmith.taps import MailedTaps, OwnTaps, Taps
 from draftsmith.target import Target
@@ -155,12 +151,8 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
     device, colocated = torch.device(place.device), place.role == "both"
     dtype, c = dtype_of(job.config.target.dtype, device), job.config
     with COMPILE_LOCK:  # loading and compiling are not made for several threads
-<<<<<<< HEAD
         target = job.load_target(device, worker.console.progress) if colocated else None
-=======
-        target = job.load_target(device) if colocated else None
         tables = job.load_tables(device)
->>>>>>> target
         step = TrainStep(
             job.make_drafter(), tables, job.shape, c.loss, c.optim, dtype, device,
             checkpoint_activations=c.run.checkpoint_activations, mode=c.run.mode,
@@ -168,13 +160,8 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         if not step.prepared:
             worker.console.note(f"compiling the step for mode {step.mode}")
         step.prepare()
-<<<<<<< HEAD
     worker.all_set_up.wait(may_compile=target is not None and target.may_compile)
-    for line in target.report() if target is not None else []:
-=======
-    worker.meet()
     for line in (*(target.report() if target is not None else ()), *(report(job, tables) if place.is_first else ())):
->>>>>>> target
         worker.console.note(line)
     units = job.units(run.path)
     plan = job.plan(units, place, restore(worker, step))

@@ -22,6 +22,8 @@ DTYPES = {
     "U16": torch.uint16, "U64": torch.uint64,
 }  # fmt: skip
 
+HEAD_LEAVES = ("lm_head", "embed_out", "output")  # how the output head is named in checkpoints
+
 
 @dataclass(frozen=True)
 class StoredTensor:
