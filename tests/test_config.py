@@ -3,11 +3,12 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from draftsmith import config
+from draftsmith import __version__, config
 from draftsmith.errors import UserError
 
 GOOD = '[target]\nmodel = "m"\nmask_token = 3\n[data]\ncorpus = "c"\n'
@@ -77,6 +78,14 @@ def test_help_imports_no_torch(argv):
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
     assert "usage" in out.stdout
+
+
+def test_the_version_needs_no_installed_package():
+    """draftsmith also runs from its source tree."""
+    program = "import importlib.metadata as m, sys; from draftsmith.__main__ import main; m.version = None; main(sys.argv[1:])"
+    out = subprocess.run([sys.executable, "-c", program, "--version"], capture_output=True, text=True, check=False)
+    assert out.stdout == f"draftsmith {__version__}\n", out.stderr
+    assert "version" not in tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
 
 def test_user_mistakes_end_with_code_2_and_one_line(tmp_path):

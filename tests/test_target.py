@@ -1,6 +1,7 @@
 """Loading a target: only what is needed, clear refusals, multimodal towers, mask tokens, a drafter started from it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -120,10 +121,10 @@ def test_loading_peaks_at_the_weights_needed_and_one_shard(sharded, tmp_path):
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path, max_shard_size="40MB")
     shard = max(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
-    src = Path(__file__).parents[1] / "src"
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = subprocess.run(
         [sys.executable, "-c", PEAK, str(sharded), str(tmp_path)],
-        capture_output=True, text=True, env={"PYTHONPATH": str(src), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True, text=True, env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     for line in result.stdout.splitlines():

@@ -4,3 +4,5 @@ conversations -> data/ (prepare: token shards) -> unit.py (unit(u), a packed row
 -> step.py (drafters/, attention.py, loss.py: one training step) -> train.py (the loop; read it first)
 -> checkpoint.py -> evaluate.py (decode.py, walk.py) -> export.py (layouts that servers load)
 """
+
+__version__ = "0.1.0"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from draftsmith import __version__
 from draftsmith.errors import UserError
 
 
@@ -54,9 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         print(usage())
         sys.exit(0 if argv else 2)
     if argv[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"draftsmith {version('draftsmith')}")
+        print(f"draftsmith {__version__}")
         sys.exit(0)
     if argv[0] == "bench":
         argv = [" ".join(argv[:2]), *argv[2:]]

@@ -7,7 +7,6 @@ network (a content security policy in the page says so too) and works on a phone
 import base64
 import gzip
 import html
-import importlib.metadata
 import json
 import os
 import time
@@ -20,6 +19,7 @@ from typing import Any
 from jinja2 import Environment
 from tyro.conf import Positional
 
+from draftsmith import __version__
 from draftsmith.console import duration, number
 from draftsmith.errors import UserError
 from draftsmith.history import Run, read_run
@@ -79,7 +79,7 @@ def render(runs: Sequence[Run], now: float | None = None) -> str:
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
     page.globals["scroll_table"] = scroll_table
     return page.render(
-        version=importlib.metadata.version("draftsmith"),
+        version=__version__,
         names=[run.name for run in runs],
         heads=[_head(run, status) for run, status in zip(runs, statuses, strict=True)],
         comparison=_overview(statuses),

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith import __version__
 from draftsmith.config import Config
 from draftsmith.errors import UserError
 
@@ -155,8 +156,8 @@ def read_config(run: Path) -> dict[str, Any]:
 
 def provenance() -> dict[str, Any]:
     """What one needs to repeat the run: versions, git commit of the source if it is a checkout, argv, machine."""
-    versions = {}
-    for name in ("draftsmith", "torch", "transformers", "safetensors", "numpy"):
+    versions: dict[str, str | None] = {"draftsmith": __version__}
+    for name in ("torch", "transformers", "safetensors", "numpy"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
