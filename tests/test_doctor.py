@@ -23,13 +23,14 @@ from draftsmith.doctor import finish, quick, shortened
 from draftsmith.doctor_checks import check_compilations
 from draftsmith.doctor_checks_device import (
     check_allocator,
-    check_memory,
+    check_growth,
     check_mode,
+    check_peak,
     check_replay,
     check_space,
 )
-from draftsmith.doctor_probe import CompileWatch, Launches
-from draftsmith.doctor_run import Findings, examine
+from draftsmith.doctor_probe import CompileWatch, Growth, Launches
+from draftsmith.doctor_run import Findings, Order, examine
 from draftsmith.doctor_verdict import Verdict, failed, merge, passed, render
 from draftsmith.errors import UserError
 from draftsmith.events import EventLog
@@ -143,6 +144,12 @@ class Grows(TrainStep):
         self.__dict__.setdefault("history", []).append(self.static.ids.float())
 
 
+class GrowsALittle(TrainStep):
+    def accumulate(self) -> None:
+        super().accumulate()
+        self.__dict__.setdefault("history", []).append(self.static.taps[0, 0].clone())
+
+
 class LeaksNeighbours(TrainStep):
     def accumulate(self) -> None:
         kept = self.static.starts.clone()
@@ -182,7 +189,8 @@ class ShapeFromData(TrainStep):
         (IgnoresTaps, "stale inputs", "does not see its taps"),
         (ScalesGradients, "gradients against eager", "all gradients are off, scales 1.0100 to 1.0100"),
         (FlipsASign, "gradients against eager", "layers.0.o_proj.weight points another way: cosine -1.000"),
-        (Grows, "memory growth", "bytes more are in use after every unit"),
+        (Grows, "memory growth", "1024 bytes more are in use after every unit"),
+        (GrowsALittle, "memory growth", "^4 bytes more are in use after every unit"),
         (LeaksNeighbours, "packed document, step", "a neighbour leaks into the document"),
         (Remembers, "repeatable", "keeps something from one unit to the next"),
     ],
@@ -263,11 +271,42 @@ def test_lines_that_a_cpu_cannot_show_are_judged_by_their_counts(tmp_path):
     colocated = Topology(0, 1, False, ("cuda:0",))
     assert not check_allocator(colocated, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}).failed
     assert check_space(tmp_path / "runs" / "a", 1 << 60, 4).failed
-    growth, peak = check_memory(torch.device("cpu"), 100, 2100, 20, 1 << 60, 0)
-    assert growth.failed and "100 bytes more" in growth.cause and peak.failed
+    growth = check_growth([500, 900], 5, 20)
+    assert growth.failed and "100 bytes more" in growth.cause
+    assert not check_growth([1 << 20, 0], 5, 20).failed  # made once
+    assert check_peak("peak memory", Place(Topology(0, 1, False, ("cpu",))), 1 << 60, 0).failed
     mode, settings = check_mode("compile", True, {"_dynamo.config.recompile_limit": "77"})
     assert mode.state == "pass" and settings.failed and "recompile_limit" in settings.cause
     assert not any(v.failed for v in check_mode("compile", False, {"_dynamo.config.recompile_limit": "77"}))
+
+
+@pytest.mark.parametrize("leaks", [True, False])
+def test_growth_is_what_stays_not_what_others_have_in_flight(leaks):
+    """Other threads' tensors are there at every mark, of another size each time, and gone some units later."""
+    growth, kept, flight = Growth(torch.device("cpu"), alone=False), [], [torch.ones(1000)] * 4
+    for unit in range(20):
+        if unit in (0, 5, 10):
+            growth.mark()
+        flight = [*flight[1:], torch.ones(1 << unit)]
+        if leaks:
+            kept.append(torch.ones(3)[1])  # a view of 12 bytes
+    assert growth.left() == ([60, 60] if leaks else [0, 0])
+
+
+def test_the_peak_of_threads_on_one_device_is_compared_with_the_sum_of_their_predictions():
+    order = Order({"target": 30 << 30, "trainer": 20 << 30}, 0, {})
+    together = Place(Topology(1, 2, True, ("cuda:0", "cuda:0", "cuda:1")))
+    assert [p.name for p in together.sharers] == ["target 0", "trainer 0"]
+    assert order.peak(together) == 50 << 30
+    assert order.peak(replace(together, local=2)) == 20 << 30
+    processes = Topology(1, 1, False, ("cuda:0", "cuda:0"))
+    assert [order.peak(Place(processes, i)) >> 30 for i in range(2)] == [30, 20]
+    on_cpu = Place(Topology(1, 2, True, ("cpu",) * 3), 1)
+    order = Order({"target": 3 << 20, "trainer": 2 << 20}, 1 << 20, {})
+    assert order.peak(on_cpu) == 8 << 20
+    figure = check_peak("peak memory", on_cpu, 16 << 20, order.peak(on_cpu)).figure
+    assert figure.startswith("16.0 MiB (the process of target 0 + trainer 0 + trainer 1, threads on cpu) of ")
+    assert figure.endswith("; 2.00 of what plan predicts for them together")
 
 
 def test_lines_of_several_workers_are_merged_where_they_agree():
@@ -333,6 +372,9 @@ def test_threads_pass_and_a_run_may_begin_in_the_directory_afterwards(place, tmp
     words = ["--topology.targets", "1", "--topology.trainers", "2", "--topology.workers", "threads"]
     lines = passes(place, tmp_path / "run", {"target 0", "trainer 0", "trainer 1"}, *words)
     assert any(line["name"] == "link, all-reduce" for line in lines)
+    peaks = {line["name"]: line for line in lines if line["name"].startswith("peak")}
+    assert peaks["peak memory"]["figure"].endswith("for them together")
+    assert peaks["peak memory, target"]["state"] == "not checked"
     assert "0 failed" in capsys.readouterr().out
     open_run(tmp_path / "run", recipe(place), False)
 

@@ -73,7 +73,7 @@ def examine(config: Config, path: Path, recipe: Path, console: Console) -> tuple
     scratch = path.parent / f".{path.name}.doctor.{os.getpid()}"
     run = RunDirectory(scratch, 0)
     try:
-        Order(predicted(needed, topology), compiler_settings()).write(run)
+        order_of(needed, topology).write(run)
     except OSError as error:
         raise UserError(f"{scratch}: cannot be written: {error}") from None
     trouble: list[Verdict] = []
@@ -125,16 +125,11 @@ def budgets(job: Job, topology: Topology) -> dict[str, Budget]:
     return {r: budget(r, job.drafter, job.shape, whole, compute, slots, chunks) for r in roles}
 
 
-def predicted(needed: dict[str, Budget], topology: Topology) -> dict[str, int]:
-    """What each worker should find at its peak: its tensors on a GPU (all workers' of the device, if they are threads), its
-    process on the CPU."""
-    if topology.devices[0] != "cpu":
-        return {role: b.tensors for role, b in needed.items()}
-    if not topology.threads:
-        return {role: b.total for role, b in needed.items()}
-    everything = sum(needed[role_of(topology, i)].tensors for i in range(topology.workers))
+def order_of(needed: dict[str, Budget], topology: Topology) -> Order:
+    """What the workers are told: a GPU counts tensors, a CPU the whole process."""
     process = next(line.bytes for b in needed.values() for line in b.lines if line.name == PROCESS)
-    return dict.fromkeys(needed, everything + process)
+    on_cpu = topology.devices[0] == "cpu"
+    return Order({role: b.tensors for role, b in needed.items()}, process if on_cpu else 0, compiler_settings())
 
 
 def shortened(config: Config, topology: Topology) -> Config:

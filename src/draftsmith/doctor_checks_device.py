@@ -81,28 +81,36 @@ def check_replay(mode: Resolved, seen: Launches | None, micro_steps: int, update
     )
 
 
-def check_memory(device: torch.device, before: int, after: int, units: int, peak: int, predicted: int) -> list[Verdict]:
-    """Bytes in use before and after `units` units, the peak, and plan's prediction of it."""
-    growth = after - before
+def check_growth(left: list[int], window: int, units: int) -> Verdict:
+    """Bytes that each of several windows of `window` units has left behind at the end of `units` units. What grows does so
+    in all of them; what is made once does not."""
+    growth = min(left)
+    return judge(
+        "memory growth",
+        growth <= 0,
+        f"{max(0, growth)} bytes of {window} units are still in use after {units} units",
+        f"{growth / window:.0f} bytes more are in use after every unit",
+        "the step keeps tensors (a list, a graph of autograd, a hook): find who holds them",
+    )
+
+
+def check_peak(name: str, place: Place, peak: int, predicted: int) -> Verdict:
+    """The most that was in use by this worker and all that share its memory, and plan's prediction of that (0: none)."""
+    device, names = torch.device(place.device), [sharer.name for sharer in place.sharers]
     what = "tensors" if device.type == "cuda" else "the process"
-    share = f"{peak / predicted:.2f} of what plan predicts" if predicted else "no prediction"
+    together = ""
+    if len(names) > 1:
+        what += f" of {' + '.join(names)}, threads on {place.device}"
+        together = " for them together"
+    share = f"{peak / predicted:.2f} of what plan predicts{together}" if predicted else "no prediction"
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
-    return [
-        judge(
-            "memory growth",
-            growth <= 0,
-            f"{max(0, growth)} bytes over {units} units, steady {size(after)}",
-            f"{growth / max(1, units):.0f} bytes more are in use after every unit",
-            "the step keeps tensors (a list, a graph of autograd, a hook): find who holds them",
-        ),
-        judge(
-            "peak memory",
-            peak <= room,
-            f"{size(peak)} ({what}) of {size(room)}; {share}",
-            "the device is too small",
-            "fewer unit.anchors or unit.tokens, run.checkpoint_activations, or a split topology; `draftsmith plan` says which",
-        ),
-    ]
+    return judge(
+        name,
+        peak <= room,
+        f"{size(peak)} ({what}) of {size(room)}; {share}",
+        "the device is too small",
+        "fewer unit.anchors or unit.tokens, run.checkpoint_activations, or a split topology; `draftsmith plan` says which",
+    )
 
 
 def host_memory() -> int:

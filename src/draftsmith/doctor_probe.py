@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.static import FIELDS
@@ -144,17 +146,52 @@ def addresses(step: TrainStep) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in found.items()}
 
 
-def live_bytes(device: torch.device) -> int:
-    """Bytes in use: by the caching allocator's count on a GPU, of all tensors that Python can reach on the CPU."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return torch.cuda.memory_allocated(device)
+class Growth:
+    """Bytes that are left behind between marks.
+
+    Counted is the memory of all tensors on the device that Python can reach. It belongs to the window, between two marks, at
+    whose end it was first seen, and counts if it is in use when all is over: what other threads have in flight comes and
+    goes. A GPU's allocator sees more, but its count is the whole process's, so it is asked only if `alone`: no other thread
+    uses the device.
+    """
+
+    def __init__(self, device: torch.device, alone: bool):
+        self._device, self._asks_allocator = device, alone and device.type == "cuda"
+        self._seen: dict[
+            int, tuple[StorageWeakRef, int, int]
+        ] = {}  # a weak reference keeps the key from being used again
+        self._allocated: list[int] = []
+        self._marks = 0
+
+    def mark(self) -> None:
+        """A window ends and the next one begins."""
+        gc.collect()
+        if self._asks_allocator:
+            torch.cuda.synchronize(self._device)
+            self._allocated.append(torch.cuda.memory_allocated(self._device))
+        for storage in reachable(self._device):
+            if storage._cdata not in self._seen:
+                self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), self._marks)
+        self._marks += 1
+
+    def left(self) -> list[int]:
+        """Bytes of each window that are in use now."""
+        gc.collect()
+        left = [0] * self._marks
+        for reference, size, window in self._seen.values():
+            left[window] += 0 if reference.expired() else size
+        if self._asks_allocator:
+            return [max(pair) for pair in zip(left[1:], np.diff(self._allocated).tolist(), strict=True)]
+        return left[1:]
+
+
+def reachable(device: torch.device) -> Iterator[torch.UntypedStorage]:
+    """Memory of the tensors on a device that Python can reach; several tensors may share one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # looking at every object touches torch's deprecated ones
         kinds = (Tensor, torch.nn.Parameter)  # no subclasses: those of the compiler have no memory
-        tensors = [o for o in gc.get_objects() if type(o) in kinds and o.device.type == "cpu"]
-    return sum(t.numel() * t.element_size() for t in tensors if not t._is_view())
+        tensors = [o for o in gc.get_objects() if type(o) in kinds]
+    return (t.untyped_storage() for t in tensors if t.device == device and torch._C._has_storage(t))
 
 
 def peak_bytes(device: torch.device) -> int:

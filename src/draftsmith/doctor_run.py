@@ -26,9 +26,10 @@ from draftsmith.doctor_checks import (
     uncompiled,
 )
 from draftsmith.doctor_checks_device import (
+    check_growth,
     check_links,
-    check_memory,
     check_mode,
+    check_peak,
     check_replay,
     check_time,
     time_copy,
@@ -37,15 +38,15 @@ from draftsmith.doctor_checks_device import (
 from draftsmith.doctor_checks_target import check_packed, check_taps
 from draftsmith.doctor_probe import (
     CompileWatch,
+    Growth,
     Launches,
     addresses,
     count_launches,
     graph_breaks,
-    live_bytes,
     peak_bytes,
     recompile_reasons,
 )
-from draftsmith.doctor_verdict import Verdict, judge, passed
+from draftsmith.doctor_verdict import Verdict, judge, not_checked
 from draftsmith.events import EventLog
 from draftsmith.host import Worker
 from draftsmith.loop import Interval, Loader
@@ -54,9 +55,11 @@ from draftsmith.prefill import target_role
 from draftsmith.run import EXIT_DONE, RunDirectory
 from draftsmith.step import TrainStep, learning_rate
 from draftsmith.target import Target
+from draftsmith.topology import Place
 from draftsmith.train import Workshop, accumulate, evaluate_held_out, save, set_up, take
 
 UNITS = 20  # different units that a trainer is watched over, after the first two
+WINDOW = 5  # of them, twice: what these keep until the end is growth
 
 
 @dataclass
@@ -86,9 +89,15 @@ class Order:
     """What `draftsmith doctor` leaves for the workers (RunDirectory.examination)."""
 
     predicted: dict[str, int]
-    """plan's peak bytes by role: of the tensors on a GPU, of the process on the CPU."""
+    """plan's peak bytes of a role's tensors."""
+    process: int
+    """Bytes of a process without its tensors, where they are counted as well: on the CPU."""
     settings: dict[str, str]
     """The compiler's settings as the launcher's main thread sees them."""
+
+    def peak(self, place: Place) -> int:
+        """What this worker should find: its own tensors, or those of all that share its memory."""
+        return self.process + sum(self.predicted[sharer.role] for sharer in place.sharers)
 
     def write(self, run: RunDirectory) -> None:
         run.logs.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +136,7 @@ def examine_trainer(worker: Worker) -> int:
         findings.verdicts += check_mode(shop.step.mode, worker.place.topology.threads, order.settings)
         try:
             with Loader(shop.units.unit, shop.plan.all_units()) as loader:
-                examine(shop, loader, watch, begin, order.predicted[worker.place.role], findings)
+                examine(shop, loader, watch, begin, order.peak(worker.place), findings)
             shop.taps.close()
         finally:
             findings.write(worker.run.path)
@@ -156,9 +165,11 @@ def watched_steps(
     exhibits: list[Exhibit] = []
     settled = plan.start + warm_up(plan.per_step, plan.trainers)
     interval, units, first, moved = Interval(), 0, 0.0, dict[str, None]()
+    growth = Growth(step.device, alone=len(worker.place.sharers) == 1)
     for number in range(plan.start, plan.total):
         if number == settled:
-            before, held, compiled = addresses(step), live_bytes(step.device), len(watch.seen)
+            before, compiled = addresses(step), len(watch.seen)
+            growth.mark()
             since = time.monotonic()
         for u in plan.units(number):
             unit = take(shop, loader, interval, u)
@@ -169,6 +180,10 @@ def watched_steps(
             if number >= settled:
                 units += 1  # looked at after every unit: an allocator may hand the old address out again
                 moved.update((n, None) for n, address in addresses(step).items() if address != before[n])
+                if units in (WINDOW, 2 * WINDOW):
+                    looked = time.monotonic()
+                    growth.mark()
+                    since += time.monotonic() - looked
         worker.member.add_up(step.flat.reduced)
         step.update(learning_rate(number, plan.total, worker.job.config.optim))
         shop.taps.ahead(number + 1)
@@ -180,13 +195,14 @@ def watched_steps(
     step.read()
     wait(step.device)
     steady = (time.monotonic() - since) / (plan.total - settled)
-    peak, after = peak_bytes(step.device), live_bytes(step.device)
+    peak = peak_bytes(step.device)
     late = watch.seen[compiled:]
     findings.verdicts += check_compilations(watch.seen[:compiled], late, units, step.mode, recompile_reasons())
     findings.verdicts.append(check_addresses(len(before), list(moved), units))
-    findings.verdicts += check_memory(step.device, held, after, units, peak, predicted)
+    findings.verdicts.append(check_growth(growth.left(), WINDOW, units))
+    findings.verdicts.append(check_peak("peak memory", worker.place, peak, predicted))
     findings.verdicts.append(check_time(first, steady))
-    findings.figures |= {"first_step_seconds": first, "step_seconds": steady, "peak_bytes": peak}
+    findings.figures |= {"first_step_seconds": first, "step_seconds": steady, peak_figure(worker.place): peak}
     return exhibits
 
 
@@ -264,10 +280,20 @@ def examine_target(worker: Worker) -> int:
             torch.cuda.reset_peak_memory_stats(target.device)
 
     code = target_role(worker, look)
-    findings.figures["peak_bytes"] = peak_bytes(torch.device(worker.place.device))
-    findings.verdicts.append(passed("peak memory, target", size(findings.figures["peak_bytes"])))
+    name, trainers = "peak memory, target", [p.name for p in worker.place.sharers if p.role == "trainer"]
+    if trainers:  # whose checks after the steps are in the count by now
+        findings.verdicts.append(not_checked(name, f"counted with {trainers[0]}, a thread on the same device"))
+    else:
+        peak = peak_bytes(torch.device(worker.place.device))
+        findings.figures[peak_figure(worker.place)] = peak
+        findings.verdicts.append(check_peak(name, worker.place, peak, Order.read(worker.run).peak(worker.place)))
     findings.write(worker.run.path)
     return code
+
+
+def peak_figure(place: Place) -> str:
+    """The name of the peak among the figures."""
+    return "peak_bytes" if len(place.sharers) == 1 else "peak_bytes_with_threads_on_the_device"
 
 
 def target_checks(target: Target, worker: Worker) -> list[Verdict]:

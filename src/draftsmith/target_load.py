@@ -22,6 +22,8 @@ from draftsmith.errors import UserError
 from draftsmith.target_facts import first_line, gguf_file
 from draftsmith.weights import HEAD_LEAVES, Shards, StoredTensor
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def load_decoder(
     directory: Path, config: Any, count: int, dtype: torch.dtype, attention: str, trust_remote_code: bool = False,
@@ -62,6 +64,7 @@ def load_decoder(
             if stored:
                 options["state_dict"] = {name: replace(tensor, told=bar.advance) for name, tensor in stored.items()}
             model, info = cut(family, count).from_pretrained(place, **options)
+            _settle_dtype(model, dtype)
             if not stored:
                 bar.advance(len(model.state_dict()))
     except (ValueError, RuntimeError, ImportError, KeyError, OSError) as error:
@@ -132,8 +135,23 @@ def cut(family: type, count: int) -> type:
         family.__init__(self, config, *args, **kwargs)
         parent, name = find_layers(self, config.get_text_config(decoder=True).num_hidden_layers)
         parent.set_submodule(name, parent.get_submodule(name)[:count])
+        self.built_from = {n: type(m) for n, m in self.named_modules()}
 
     return type(family.__name__, (family,), {"__init__": build, "__module__": family.__module__})
+
+
+def _settle_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the family's own weights the asked dtype where transformers left them as they are stored.
+
+    Some versions (5.17 is one) do that with every tensor of a quantised checkpoint that changes its name, as all do when
+    a decoder is loaded without its head, and turn MXFP4 into bfloat16 whatever is asked for. Modules that a quantizer put
+    in the place of the family's keep what they have, and so does float32: families ask for it on purpose.
+    """
+    for name, module in model.named_modules():
+        if model.built_from.get(name) is type(module):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.dtype in HALVES:
+                    tensor.data = tensor.data.to(dtype)
 
 
 def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str]:

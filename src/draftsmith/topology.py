@@ -4,7 +4,7 @@ Every host runs the same recipe, so all cells are alike: local workers 0..N-1 ar
 `both` where each prefills its own units). Trainers are numbered over all hosts, host by host.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from draftsmith.config import Config
@@ -83,6 +83,13 @@ class Place:
     def is_first(self) -> bool:
         """The trainer that logs, saves and decides."""
         return self.role != "target" and self.number == 0
+
+    @property
+    def sharers(self) -> "list[Place]":
+        """The workers whose memory is counted as one with this worker's: itself, and threads on the same device."""
+        t = self.topology
+        same = [t.threads and device == self.device for device in t.devices]
+        return [replace(self, local=i) for i in range(t.workers) if i == self.local or same[i]]
 
     def cell(self) -> Cell:
         t = self.topology
