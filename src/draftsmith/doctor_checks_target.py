@@ -104,8 +104,8 @@ def check_taps(target: Target, job: Job, unit: Unit) -> list[Verdict]:
         judge(
             name,
             not cause,
-            f"{len(taps)} taps differ from the model's own hidden states by {worst:.1e}, which by another attention "
-            f"function differ by {noisiest:.1e}{skipped}",
+            f"{len(taps)} taps differ from the model's own hidden states by {worst:.1e} (these by {noisiest:.1e} between two "
+            f"attention functions){skipped}",
             cause,
             "tap L is the output of decoder layer L, counted from 0, before any norm",
         )

@@ -3,8 +3,8 @@
 A reply is a pure function of (model, prompt, options, seed): sampled tokens come from numbers hashed from the seed, the
 prompt and the place in the reply, so the prompts decoded beside it do not matter, but for rounding (in bfloat16 another
 batch shape can turn a near-tie). Batches are static: prompts sorted by length, finished rows dropped as they gather.
-Refilling them instead would gain little on a CPU, where a step's time follows the number of rows (64 rows 105 ms, 16
-rows 45 ms in bfloat16 for a 135M model on 2 cores), and would need one cache layout for every kind of target layer.
+Refilling them instead gains little on a CPU, where a step's time follows the number of rows, and would need one cache
+layout for every kind of target layer; on GPUs a server is the faster way (`regenerate --endpoint`).
 """
 
 import hashlib

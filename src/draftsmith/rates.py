@@ -66,10 +66,11 @@ class Rates:
     """GB/s of bus bandwidth of an all-reduce inside a host."""
 
 
-# A step of 16,384 tokens and 1,024 blocks of 16 took 275.6 ms, 28 of them in attention; one of 2,048 tokens and 64 blocks
-# 30.9 ms. Prefill of 8 x 2,048 tokens through 34 layers: 39,000 tokens/s. Pull over NVLink 365 GiB/s. All-reduce of 2 GiB
-# in bfloat16 between two devices: 6.45 ms.
-H200 = Rates("measured on an H200, torch 2.11, bfloat16", False, 604, 175, 534, 4000, 392, 333)
+# A step of 16,384 tokens and 1,024 blocks of 16 took 247.2 ms, 16.4 of them in attention, and the update moved 4,060 GB/s.
+# Prefill of 8 x 2,048 tokens through 34 layers: 43,145 tokens/s. Pull over NVLink 365 GiB/s. All-reduce of 2 GiB in
+# bfloat16 between two devices: 6.45 ms. A run at T = 4,096 and A = 1,904 then took 1.935 s a step of 4 units; these rates
+# say 1.96.
+H200 = Rates("measured on an H200, torch 2.11, bfloat16", False, 655, 298, 591, 4060, 392, 333)
 
 
 def card(name: str) -> Card:
