@@ -1,5 +1,6 @@
 """A tiny target, its corpus and recipes for tests of the pipeline, and what they ask of a run's files."""
 
+import atexit
 import json
 import os
 import signal
@@ -46,6 +47,7 @@ def start(argv: list[str], seconds: float = 150.0, **popen) -> subprocess.Popen:
     deadline = threading.Timer(seconds, process.kill)
     deadline.daemon = True
     deadline.start()
+    atexit.register(process.kill)  # a failed test leaves it
     return process
 
 

@@ -18,10 +18,15 @@ from draftsmith.errors import UserError
 from draftsmith.history import read_run
 from draftsmith.loop import StopRequest
 from draftsmith.options import StopOptions
-from draftsmith.run import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER, check_run
+from draftsmith.run import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USER,
+    check_run,
+)
 from draftsmith.train import train
 from pipeline import (
-    agents_of,
     command,
     ended,
     kill,
@@ -297,21 +302,6 @@ def test_random_kills(place):
     assert killed >= 5
     assert losses(run) == losses(whole)
     assert same(weights(run, 300), weights(whole, 300))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_killed_agent_of_one_of_two_hosts(place, uncut):
-    run, c = place / "agents", recipe(place, 0, 1, "processes", **SPARSE, save_every=5)
-    first, second = agents_of(place, c, "agents")
-    until(lambda: any(row["step"] >= 8 for row in records(run, "step")))
-    kill(second.pid)
-    begin = time.monotonic()
-    first.wait(30)
-    assert time.monotonic() - begin < 10 and ended(list(pids(run).values()))
-    assert train(recipe(place, 0, 1, **SPARSE, save_every=5), run, resume=True) == EXIT_DONE
-    for step, loss in losses(run).items():
-        assert loss == pytest.approx(losses(uncut)[step], rel=1e-6)
 
 
 @pytest.mark.long
