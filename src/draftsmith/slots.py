@@ -31,6 +31,7 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.mailbox import MESSAGE_BYTES, Line, MailError, PeerLost
+from draftsmith.static import page_lock
 
 Transport = Literal["local", "shared", "ipc", "pinned"]
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -75,7 +76,7 @@ def make_slots(
     if transport in ("shared", "pinned"):
         whole, file = _anonymous_file(shape, dtype)
         if transport == "pinned":
-            _page_lock(whole)
+            page_lock(whole, "topology.slots")
     else:
         if transport == "ipc":
             _refuse_expandable_segments()
@@ -91,7 +92,7 @@ def open_slots(facts: dict[str, Any], files: Sequence[int]) -> tuple[Tensor, ...
     whole = _map(file, tuple(facts["shape"]), getattr(torch, facts["dtype"]))
     os.close(file)
     if facts["transport"] == "pinned":
-        _page_lock(whole)
+        page_lock(whole, "topology.slots")
     return tuple(whole)
 
 
@@ -112,12 +113,6 @@ def _anonymous_file(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor,
 def _map(file: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = torch.Size(shape).numel() * dtype.itemsize
     return torch.frombuffer(mmap.mmap(file, size), dtype=dtype).view(shape)
-
-
-def _page_lock(memory: Tensor) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)
-    if int(status) != 0:
-        raise UserError(f"topology.slots: host memory cannot be page-locked ({status}); raise `ulimit -l`")
 
 
 def _refuse_expandable_segments() -> None:
