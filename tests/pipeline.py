@@ -41,8 +41,12 @@ def command(place: Path, run: Path, c: config.Config, *extra: str) -> list[str]:
 
 
 def start(argv: list[str], seconds: float = 150.0, **popen) -> subprocess.Popen:
-    """A process that is killed after `seconds`, so that no wait for it or its output is endless."""
-    settings = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True} | popen
+    """A process that is killed after `seconds`, so that no wait for it or its output is endless.
+
+    It and what it starts carry its command in their environment, by which `left_of` finds them.
+    """
+    marked = {**os.environ, "TEST_COMMAND": "\n".join(argv) + "\n"}
+    settings = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True, "env": marked} | popen
     process = subprocess.Popen(argv, **settings)
     deadline = threading.Timer(seconds, process.kill)
     deadline.daemon = True
@@ -125,6 +129,20 @@ def worker_of(launcher: int, local: int) -> int:
 
     until(look)
     return found[0]
+
+
+def left_of(run: Path) -> dict[int, str]:
+    """Living processes that were started to train in `run`, compile workers included."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b"\n")
+            environment = (process / "environ").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            continue
+        if f"\n{run}\n".encode() in command + environment and start_time(int(process.name)) is not None:
+            found[int(process.name)] = command.decode()
+    return found
 
 
 def kill(pid: int) -> None:

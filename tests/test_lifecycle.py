@@ -6,8 +6,10 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,7 @@ from pipeline import (
     command,
     ended,
     kill,
+    left_of,
     losses,
     pids,
     read_until,
@@ -41,8 +44,6 @@ from pipeline import (
     weights,
     worker_of,
 )
-from test_checkpoint import make_step
-from test_checkpoint import train as take_steps
 from toy import toy_place
 
 STEPS = 120
@@ -74,6 +75,9 @@ def check_nothing_left(run: Path, attempts: int) -> None:
     numbers = [pid for attempt in range(attempts) for pid in pids(run, attempt).values()]
     assert len(numbers) >= attempts and ended(numbers)
     assert not list((run / "checkpoints").glob(".*.tmp"))
+    until(lambda: not left_of(run), 10)
+    for pid in numbers:
+        assert not [*Path("/dev/shm").glob(f"*_{pid}_*"), *Path(tempfile.gettempdir()).glob(f"draftsmith-{pid}-*")]
 
 
 def test_killed_workers_are_named_and_restarts_give_the_uncut_losses(place, uncut):
@@ -190,63 +194,6 @@ def test_non_finite_updates_are_skipped_counted_and_end_the_run(place):
     assert last["skipped_updates"] >= 3
 
 
-# Checkpoints in the background ----------------------------------------------------------------------------------------
-
-
-def test_background_writer_saves_the_state_of_the_moment(tmp_path):
-    step, other = make_step(), make_step(seed=3)
-    take_steps(step, range(5))
-    writer = checkpoint.Writer(tmp_path, 2, step)
-    writer.start(5, {"note": "x"})
-    at_five, moments = step.flat.masters.clone(), step.moments()
-    take_steps(step, range(5, 10))
-    written = writer.finish()
-    writer.close()
-    assert written.step == 5 and written.state["note"] == "x" and writer.poll() is None
-    checkpoint.restore(checkpoint.read_checkpoint(written.path), other)
-    assert torch.equal(other.flat.masters, at_five) and not torch.equal(step.flat.masters, at_five)
-    for a, b in zip(other.moments(), moments, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_background_writer_keeps_last_and_best_and_reports_failure_once(tmp_path, monkeypatch):
-    step = make_step()
-    writer = checkpoint.Writer(tmp_path, 1, step)
-    for number, acceptance in ((1, 2.0), (2, 1.0), (3, None)):
-        writer.start(number, {"acceptance_length": acceptance})
-    writer.finish()
-    assert [c.step for c in checkpoint.list_checkpoints(tmp_path)] == [1, 3]
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "flush", full)  # stands for a disk that fills up while it is written to
-    writer.start(4, {})
-    with pytest.raises(UserError, match="step_4: the checkpoint could not be written.*No space"):
-        writer.finish()
-    monkeypatch.undo()
-    writer.start(5, {})
-    assert writer.finish().step == 5
-    writer.close()
-    assert not list((tmp_path / "checkpoints").glob(".*"))
-
-
-def test_removed_run_directory_is_named(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    writer = checkpoint.Writer(run, 1, make_step())
-    shutil.rmtree(run)
-    with pytest.raises(UserError, match="the run directory is gone"):
-        writer.start(1, {})
-    writer.close()
-
-
-def test_leftovers_of_killed_writers_are_swept(tmp_path):
-    (tmp_path / "checkpoints" / ".step_3.99.tmp").mkdir(parents=True)
-    checkpoint.sweep(tmp_path)
-    assert not list((tmp_path / "checkpoints").iterdir())
-
-
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
@@ -324,9 +271,14 @@ def test_soak_memory_and_descriptors_are_flat(place):
             for worker, pid in pids(run).items()
         }
 
+    begin = time.monotonic()
     early, late = at(400), at(1800)
     process.stderr.read()
     assert process.wait() == EXIT_DONE
+    print(f"2,000 steps, {time.monotonic() - begin:.0f} s; resident MiB and open files of each worker:")
+    for worker in late:
+        (m, f), (n, g) = early[worker], late[worker]
+        print(f"  {worker}: step 400 {m / 2**20:.1f} and {f}, step 1,800 {n / 2**20:.1f} and {g}")
     for worker, (memory, descriptors) in late.items():
         assert memory < early[worker][0] + 24 * 2**20, (worker, early, late)
         assert descriptors <= early[worker][1] + 2, (worker, early, late)
@@ -368,3 +320,32 @@ def test_a_worker_that_fails_is_shown_with_its_exception(place):
     rest = process.stderr.read()
     assert process.wait() in (EXIT_FAILED, EXIT_USER), rest
     assert "trainer 0 (process" in rest and "failed:" in rest
+
+
+@pytest.mark.long
+def test_a_corpus_that_becomes_shorter_under_the_run_is_a_bus_error(place):
+    """Workers map the corpus. (Their slots cannot become shorter: test_mailbox.py.)"""
+    corpus = shutil.copytree(place / "corpus", place / "short_corpus")
+    c = split(place, steps=10**5)
+    process = start(command(place, place / "bus", replace(c, data=replace(c.data, corpus=str(corpus))), "--unchecked"))
+    read_until(process, "step")
+    for shard in corpus.rglob("*"):
+        if shard.is_file() and "tokens" in shard.name:
+            os.truncate(shard, 0)
+    rest = process.stderr.read()
+    assert process.wait() == EXIT_FAILED, rest[-3000:]
+    assert "failed: SIGBUS, bus error: a file that it had mapped became shorter" in rest
+    check_nothing_left(place / "bus", 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: on a CPU torch compiles without workers"
+)
+def test_compile_workers_end_with_a_killed_launcher(place):
+    run = place / "compiling"
+    process = start(command(place, run, split(place, mode="compile"), "--unchecked"))
+    until(lambda: any("compile_worker" in words for words in left_of(run).values()))
+    kill(process.pid)
+    process.stderr.close()
+    until(lambda: not left_of(run), 30)

@@ -113,6 +113,7 @@ def run_workers(
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     from draftsmith.rendezvous import register_loopback
+    from draftsmith.slots import sweep_meeting_places
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # this file says it in one place
     killed_before = out_of_memory_kills()
@@ -154,6 +155,7 @@ def run_workers(
         raise UserError(f"the hosts did not meet at {options.rendezvous}: {error}") from None
     finally:
         restarts.close()
+        sweep_meeting_places()
     return read_outcome(RunDirectory(path, attempt_of(path)))
 
 

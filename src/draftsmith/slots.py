@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import pickle
+import shutil
 import socket
 import struct
 import tempfile
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.mailbox import MESSAGE_BYTES, Line, MailError, PeerLost
+from draftsmith.run import start_time
 from draftsmith.static import page_lock
 
 Transport = Literal["local", "shared", "ipc", "pinned"]
@@ -129,10 +131,21 @@ def _refuse_expandable_segments() -> None:
 
 def meeting_place() -> Path:
     """A new directory that only this user may enter; removed again as soon as everybody is connected."""
-    base = tempfile.gettempdir()
-    return Path(
-        tempfile.mkdtemp(prefix="draftsmith-", dir=base if len(base) < 60 else "/tmp")
-    )  # names of sockets are short
+    sweep_meeting_places()
+    return Path(tempfile.mkdtemp(prefix=f"draftsmith-{os.getpid()}-", dir=_base()))
+
+
+def sweep_meeting_places() -> None:
+    """Remove those whose maker was killed before everybody was connected."""
+    for left in _base().glob("draftsmith-*-*"):
+        maker = left.name.split("-")[1]
+        if maker.isdigit() and start_time(int(maker)) is None:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _base() -> Path:
+    base = Path(tempfile.gettempdir())
+    return base if len(str(base)) < 60 else Path("/tmp")  # names of sockets are short
 
 
 def listen(directory: Path, target: int) -> socket.socket:
