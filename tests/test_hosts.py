@@ -1,13 +1,16 @@
 """Hosts that go and come: launchers on this machine stand for hosts."""
 
+import re
 import socket
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from draftsmith import launch
 from draftsmith.errors import UserError
-from draftsmith.options import StopOptions
+from draftsmith.options import StopOptions, TrainOptions
 from draftsmith.run import (
     EXIT_DONE,
     EXIT_STOPPED,
@@ -132,3 +135,14 @@ def test_a_run_of_a_host_that_is_gone(tmp_path, place):
     with pytest.raises(UserError, match="trained by process 7 on gone.*if it is not, delete"):
         check_run(tmp_path, c, resume=True)
     assert check_run(tmp_path, c, resume=True, same_launch=True) == 1
+
+
+def test_the_kubernetes_example_is_one_service_and_one_job():
+    text = (Path(__file__).parents[1] / "docs/operations.md").read_text().partition("### Kubernetes")[2]
+    block = "\n".join(line[4:] for line in text.partition("\n## ")[0].splitlines() if line.startswith("    "))
+    service, job = yaml.safe_load_all(block)
+    pod = job["spec"]["template"]["spec"]
+    (words,) = pod["containers"][0]["args"]
+    assert f"{job['metadata']['name']}-0.{service['metadata']['name']}:" in words and pod["subdomain"] == "draftsmith"
+    flags = re.findall(r" (--[a-z]+)", words.replace("echo --resume", ""))
+    assert {flag[2:] for flag in flags} <= {field.name for field in fields(TrainOptions)}

@@ -235,7 +235,8 @@ def test_random_kills(place):
     whole = place / "random_uncut"
     assert train(recipe(place, 2, 2, steps=300), whole) == EXIT_DONE
     run, c = place / "random", recipe(place, 2, 2, "processes", steps=300, save_every=7)
-    process = start(command(place, run, c, "--restarts", "40"), 1700)
+    out = place / "random.out"  # a pipe that nobody empties would block the run
+    process = start(command(place, run, c, "--unchecked", "--restarts", "40"), 1700, stderr=out.open("w"))
     killed = 0
     while killed < 20 and process.poll() is None:
         time.sleep(dice.uniform(0.5, 14.0))
@@ -244,8 +245,7 @@ def test_random_kills(place):
         if alive:
             kill(dice.choice(alive))
             killed += 1
-    rest = process.stderr.read()
-    assert process.wait() == EXIT_DONE, rest[-3000:]
+    assert process.wait() == EXIT_DONE, out.read_text()[-3000:]
     assert killed >= 5
     assert losses(run) == losses(whole)
     assert same(weights(run, 300), weights(whole, 300))
@@ -336,6 +336,26 @@ def test_a_corpus_that_becomes_shorter_under_the_run_is_a_bus_error(place):
     assert process.wait() == EXIT_FAILED, rest[-3000:]
     assert "failed: SIGBUS, bus error: a file that it had mapped became shorter" in rest
     check_nothing_left(place / "bus", 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("a small tmpfs cannot be mounted here (root may)")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.long
+def test_a_disk_that_fills_up_ends_the_run_with_one_clear_line(place, small_disk):
+    run = small_disk / "full"
+    process = start(command(place, run, split(place, steps=10**5, save_every=20, keep_last=10**3), "--unchecked"))
+    rest = process.stderr.read()
+    assert process.wait() == EXIT_USER, rest[-3000:]
+    assert "the checkpoint could not be written" in rest and "Traceback" not in rest
+    found = checkpoint.list_checkpoints(run)
+    assert found and all(len(checkpoint.load_weights(one)) for one in found)
 
 
 @pytest.mark.gpu

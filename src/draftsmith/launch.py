@@ -8,6 +8,7 @@ SIGTERM or SIGINT asks the run to checkpoint and end, a second one ends it at on
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -113,7 +114,7 @@ def run_workers(
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     from draftsmith.rendezvous import register_loopback
-    from draftsmith.slots import sweep_meeting_places
+    from draftsmith.slots import private_directory, sweep_private_directories
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # this file says it in one place
     killed_before = out_of_memory_kills()
@@ -129,6 +130,7 @@ def run_workers(
         restarts.listen()
         # With torch's shared store the workers of a second meeting would read the keys of the first.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    notes = private_directory()  # torch's; in the run directory a full disk would break the agent, too
     launch_config = LaunchConfig(
         min_nodes=hosts[0],
         max_nodes=hosts[1],
@@ -139,7 +141,7 @@ def run_workers(
         local_addr=None if single else own_address(options.rendezvous),
         max_restarts=0 if single else options.restarts,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(path / "logs" / "torchelastic")),
+        logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
         signals_to_handle="SIGQUIT",  # SIGTERM and SIGINT are ours
     )
     argv = ["-m", "draftsmith.worker", str(recipe_of(path)), "--run", str(path)]
@@ -155,7 +157,8 @@ def run_workers(
         raise UserError(f"the hosts did not meet at {options.rendezvous}: {error}") from None
     finally:
         restarts.close()
-        sweep_meeting_places()
+        shutil.rmtree(notes, ignore_errors=True)
+        sweep_private_directories()
     return read_outcome(RunDirectory(path, attempt_of(path)))
 
 

@@ -129,14 +129,14 @@ def _refuse_expandable_segments() -> None:
 # Getting connected ----------------------------------------------------------------------------------------------------
 
 
-def meeting_place() -> Path:
-    """A new directory that only this user may enter; removed again as soon as everybody is connected."""
-    sweep_meeting_places()
+def private_directory() -> Path:
+    """A new directory that only this user may enter, for sockets or notes of this process; whoever made it removes it."""
+    sweep_private_directories()
     return Path(tempfile.mkdtemp(prefix=f"draftsmith-{os.getpid()}-", dir=_base()))
 
 
-def sweep_meeting_places() -> None:
-    """Remove those whose maker was killed before everybody was connected."""
+def sweep_private_directories() -> None:
+    """Remove those whose maker was killed."""
     for left in _base().glob("draftsmith-*-*"):
         maker = left.name.split("-")[1]
         if maker.isdigit() and start_time(int(maker)) is None:

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -49,7 +50,7 @@ from draftsmith.run import (
     start_time,
     write_outcome,
 )  # fmt: skip
-from draftsmith.slots import connect, listen, meeting_place
+from draftsmith.slots import connect, listen, private_directory
 from draftsmith.team import Team, World
 from draftsmith.topology import Place, Topology
 
@@ -60,22 +61,32 @@ GRACE_SECONDS = 25.0  # after a polite SIGTERM; torchrun kills after 30
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process without running destructors, which could wait for workers that are gone."""
-    code = EXIT_FAILED
+    code, terminal = EXIT_FAILED, os.dup(2)  # `redirect` sends 2 to the log
     try:
         code = work(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        print(f"draftsmith: {error}", file=sys.stderr)
         code = EXIT_USER
+        last_word(f"draftsmith: {error}", terminal)
     except PeerLost as error:
-        print(f"draftsmith: {error}", file=sys.stderr, flush=True)
-        time.sleep(PEER_SECONDS)
         code = EXIT_PEER
+        last_word(f"draftsmith: {error}", terminal)
+        time.sleep(PEER_SECONDS)
     finally:
         if code == EXIT_FAILED and sys.exception() is not None:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
+            last_word(traceback.format_exc(), terminal)
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
+
+
+def last_word(text: str, terminal: int) -> None:
+    """To the log, or where its disk is full to the launcher's terminal."""
+    try:
+        os.write(2, f"{text}\n".encode())
+    except OSError:
+        with suppress(OSError):
+            os.write(terminal, f"{text}\n".encode())
 
 
 @record  # torchrun shows the error of the first worker that failed
@@ -181,7 +192,7 @@ def redirect(run: RunDirectory, places: list[Place]) -> Notes:
 def meet_cell(world: World, place: Place, attempt: int, config: Config) -> list[Mail]:
     """Connect every trainer of each host with every target of it, through sockets in a directory that is gone afterwards."""
     first = place.local == 0
-    directories = world.gather((place.host, str(meeting_place()) if first else None))
+    directories = world.gather((place.host, str(private_directory()) if first else None))
     directory = Path(next(path for host, path in directories if host == place.host and path is not None))
     target = place.role == "target"
     listener = listen(directory, place.index) if target else None
