@@ -1,12 +1,15 @@
 """A tiny target, its corpus and recipes for tests of the pipeline, and what they ask of a run's files."""
 
+import atexit
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,8 +41,26 @@ def command(place: Path, run: Path, c: config.Config, *extra: str) -> list[str]:
     return [sys.executable, "-m", "draftsmith", "train", str(written), "--run", str(run), *extra]
 
 
-def start(argv: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ})
+def start(argv: list[str], seconds: float = 150.0, **popen) -> subprocess.Popen:
+    """A process that is killed after `seconds`, so that no wait for it or its output is endless.
+
+    It and what it starts carry its command in their environment, by which `left_of` finds them.
+    """
+    marked = {**os.environ, "TEST_COMMAND": "\n".join(argv) + "\n"}
+    settings = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True, "env": marked} | popen
+    process = subprocess.Popen(argv, **settings)
+    deadline = threading.Timer(seconds, process.kill)
+    deadline.daemon = True
+    deadline.start()
+    atexit.register(process.kill)  # a failed test leaves it
+    return process
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, f"waited {seconds} s in vain"
+        time.sleep(0.05)
 
 
 def read_until(process: subprocess.Popen, beginning: str) -> str:
@@ -74,7 +95,10 @@ def _read(master: int) -> bytes:
 
 def records(run: Path, kind: str) -> list[dict]:
     """Event records of a kind, from all workers' files."""
-    rows = [json.loads(line) for path in sorted(run.glob("events/*.jsonl")) for line in path.read_text().splitlines()]
+    whole = [
+        path.read_text().rpartition("\n")[0] for path in sorted(run.glob("events/*.jsonl"))
+    ]  # it may be written to
+    rows = [json.loads(line) for text in whole for line in text.splitlines()]
     return [row for row in rows if row["kind"] == kind]
 
 
@@ -117,6 +141,35 @@ def ended(numbers: list[int], seconds: float = 5.0) -> bool:
     return True
 
 
+def worker_of(launcher: int, local: int) -> int:
+    """Process id of local worker `local`, as soon as the launcher has started it."""
+    found: list[int] = []
+
+    def look() -> bool:
+        for task in Path(f"/proc/{launcher}/task").iterdir():
+            for pid in map(int, (task / "children").read_text().split()):
+                if f"LOCAL_RANK={local}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.append(pid)
+        return bool(found)
+
+    until(look)
+    return found[0]
+
+
+def left_of(run: Path) -> dict[int, str]:
+    """Living processes that were started to train in `run`, compile workers included."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b"\n")
+            environment = (process / "environ").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            continue
+        if f"\n{run}\n".encode() in command + environment and start_time(int(process.name)) is not None:
+            found[int(process.name)] = command.decode()
+    return found
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
@@ -134,5 +187,5 @@ def agents_of(place: Path, c: config.Config, name: str, shared: bool = True) -> 
             "-m", "draftsmith.worker", str(place / f"{name}.json"), "--run-directory", str(path),
         ]  # fmt: skip
         out = (place / f"{name}_{host}.out").open("w")
-        started.append(subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}))
+        started.append(start(argv, stdout=out, stderr=out, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}))
     return started

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,3 +163,60 @@ def test_killed_while_writing_leaves_the_old_one(tmp_path):
         for one in found[-2:]:
             assert np.isfinite(sum(float(t.sum()) for t in checkpoint.load_weights(one).values()))
             assert json.loads((one.path / "state.json").read_text())["step"] == one.step
+
+
+# Checkpoints in the background ----------------------------------------------------------------------------------------
+
+
+def test_background_writer_saves_the_state_of_the_moment(tmp_path):
+    step, other = make_step(), make_step(seed=3)
+    train(step, range(5))
+    writer = checkpoint.Writer(tmp_path, 2, step)
+    writer.start(5, {"note": "x"})
+    at_five, moments = step.flat.masters.clone(), step.moments()
+    train(step, range(5, 10))
+    written = writer.finish()
+    writer.close()
+    assert written.step == 5 and written.state["note"] == "x" and writer.poll() is None
+    checkpoint.restore(checkpoint.read_checkpoint(written.path), other)
+    assert torch.equal(other.flat.masters, at_five) and not torch.equal(step.flat.masters, at_five)
+    for a, b in zip(other.moments(), moments, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_background_writer_keeps_last_and_best_and_reports_failure_once(tmp_path, monkeypatch):
+    step = make_step()
+    writer = checkpoint.Writer(tmp_path, 1, step)
+    for number, acceptance in ((1, 2.0), (2, 1.0), (3, None)):
+        writer.start(number, {"acceptance_length": acceptance})
+    writer.finish()
+    assert [c.step for c in checkpoint.list_checkpoints(tmp_path)] == [1, 3]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "flush", full)  # stands for a disk that fills up while it is written to
+    writer.start(4, {})
+    with pytest.raises(UserError, match="step_4: the checkpoint could not be written.*No space"):
+        writer.finish()
+    monkeypatch.undo()
+    writer.start(5, {})
+    assert writer.finish().step == 5
+    writer.close()
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_removed_run_directory_is_named(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    writer = checkpoint.Writer(run, 1, make_step())
+    shutil.rmtree(run)
+    with pytest.raises(UserError, match="the run directory is gone"):
+        writer.start(1, {})
+    writer.close()
+
+
+def test_leftovers_of_killed_writers_are_swept(tmp_path):
+    (tmp_path / "checkpoints" / ".step_3.99.tmp").mkdir(parents=True)
+    checkpoint.sweep(tmp_path)
+    assert not list((tmp_path / "checkpoints").iterdir())

@@ -6,8 +6,10 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,15 +17,23 @@ import torch
 
 from draftsmith import checkpoint, launch
 from draftsmith.errors import UserError
+from draftsmith.history import read_run
 from draftsmith.loop import StopRequest
-from draftsmith.run import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER
+from draftsmith.options import StopOptions
+from draftsmith.run import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USER,
+    check_run,
+)
 from draftsmith.train import train
 from pipeline import (
-    agents_of,
     command,
     ended,
     in_a_terminal,
     kill,
+    left_of,
     losses,
     pids,
     read_until,
@@ -31,13 +41,14 @@ from pipeline import (
     records,
     same,
     start,
+    until,
     weights,
+    worker_of,
 )
-from test_checkpoint import make_step
-from test_checkpoint import train as take_steps
 from toy import toy_place
 
-STEPS = 60
+STEPS = 120
+SPARSE = {"steps": STEPS, "evaluate_every": 50}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +59,7 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def uncut(place) -> Path:
     """The run that nothing happens to, of one trainer."""
-    assert train(recipe(place, 1, 1, steps=STEPS), place / "uncut") == EXIT_DONE
+    assert train(recipe(place, 1, 1, **SPARSE), place / "uncut") == EXIT_DONE
     return place / "uncut"
 
 
@@ -66,7 +77,7 @@ def test_a_terminal_shows_a_bar_with_the_time_left_and_gets_its_cursor_back(plac
 
 
 def split(place: Path, **run):
-    return recipe(place, 1, 1, "processes", steps=STEPS, **{"save_every": 5} | run)
+    return recipe(place, 1, 1, "processes", **SPARSE | {"save_every": 5} | run)
 
 
 def check_as_uncut(run: Path, uncut: Path) -> None:
@@ -78,101 +89,90 @@ def check_nothing_left(run: Path, attempts: int) -> None:
     numbers = [pid for attempt in range(attempts) for pid in pids(run, attempt).values()]
     assert len(numbers) >= attempts and ended(numbers)
     assert not list((run / "checkpoints").glob(".*.tmp"))
+    until(lambda: not left_of(run), 10)
+    for pid in numbers:
+        assert not [*Path("/dev/shm").glob(f"*_{pid}_*"), *Path(tempfile.gettempdir()).glob(f"draftsmith-{pid}-*")]
 
 
-@pytest.mark.parametrize("victim", ["target0", "trainer0"])
-def test_a_killed_worker_is_named_and_the_restart_gives_the_uncut_losses(place, uncut, victim):
-    run = place / f"killed_{victim}"
-    process = start(command(place, run, split(place), "--restarts", "1"))
-    read_until(process, "step  8/")
-    kill(pids(run)[victim])
-    begin = time.monotonic()
-    said = read_until(process, "starting again")
-    assert time.monotonic() - begin < 5
-    assert ended(list(pids(run).values()), 1)
-    assert f"{victim[:-1]} 0 (process {pids(run)[victim]}, attempt 0) failed: SIGKILL, killed" in said
-    assert f"its last lines, {run}/logs/attempt_0/" in said and "  | " in said
+def test_killed_workers_are_named_and_restarts_give_the_uncut_losses(place, uncut):
+    """Each worker at two moments: before the workers have met, and while they train."""
+    run = place / "killed"
+    process = start(command(place, run, split(place), "--unchecked", "--restarts", "4"))
+    for local, name in enumerate(("target 0", "trainer 0")):
+        pid = worker_of(process.pid, local)
+        kill(pid)
+        assert f"{name} (process {pid}, attempt 0) failed: SIGKILL, killed" in read_until(process, "starting again")
+    for attempt, victim, step in ((0, "target0", "  8"), (1, "trainer0", " 20")):
+        read_until(process, f"step {step}/")
+        numbers = pids(run, attempt)
+        kill(numbers[victim])
+        assert ended(list(numbers.values()), 5)
+        said = read_until(process, "starting again")
+        assert f"{victim[:-1]} 0 (process {numbers[victim]}, attempt {attempt}) failed: SIGKILL, killed" in said
+        assert f"its last lines, {run}/logs/attempt_{attempt}/" in said and "  | " in said
     rest = process.stderr.read()
     assert process.wait() == EXIT_DONE, rest
     assert f"resumed from {run}/checkpoints/step_" in rest
     check_as_uncut(run, uncut)
-    check_nothing_left(run, 2)
+    check_nothing_left(run, 3)
 
 
-def test_a_killed_launcher_takes_its_workers_along(place, uncut):
-    run = place / "killed_launcher"
-    process = start(command(place, run, split(place)))
-    read_until(process, "step  8/")
+def test_killed_launchers_detach_status_and_sigterm(place, uncut):
+    """One run whose launcher is killed while the workers set up, again while they train, and then asked to stop."""
+    run, c = place / "launchers", split(place, save_every=10)
+    argv = command(place, run, c, "--unchecked")
+    process = start(argv)
+    until((run / "running.json").exists)
+    numbers = [worker_of(process.pid, local) for local in range(2)]
     kill(process.pid)
-    process.wait()
-    assert ended(list(pids(run).values()))
     process.stderr.close()
-    out = subprocess.run(command(place, run, split(place), "--resume"), capture_output=True, text=True, check=False)
-    assert out.returncode == EXIT_DONE, out.stderr
-    check_as_uncut(run, uncut)
+    assert process.wait() == -signal.SIGKILL and ended(numbers)
 
-
-def test_detach_status_stop_and_resume(place, uncut):
-    run = place / "detached"
-    c = split(place, save_every=10**6)
-    long = type(c)(**{**c.__dict__, "optim": type(c.optim)(**{**c.optim.__dict__, "steps": 10**6})})
-    out = subprocess.run(
-        command(place, run, long, "--detach"), capture_output=True, text=True, timeout=120, check=False
-    )
+    out = subprocess.run([*argv, "--resume", "--detach"], capture_output=True, text=True, timeout=60, check=False)
     assert out.returncode == EXIT_DONE and f"training in {run}" in out.stdout, out.stderr
-    again = subprocess.run(command(place, run, long, "--resume"), capture_output=True, text=True, check=False)
-    assert again.returncode == EXIT_USER and "is being trained by process" in again.stderr
-    while not records(run, "step"):
-        time.sleep(0.1)
-    stop = subprocess.run([sys.executable, "-m", "draftsmith", "stop", str(run), "--wait"], check=False)
-    assert stop.returncode == EXIT_DONE
-    assert ended(list(pids(run).values()))
-    found = checkpoint.list_checkpoints(run)
-    assert len(found) == 1 and found[0].step == max(row["step"] for row in records(run, "step"))
-    assert not (run / "running.json").exists() and not (run / "stop").exists()
-    again = subprocess.run(
-        [sys.executable, "-m", "draftsmith", "stop", str(run)], capture_output=True, text=True, check=False
-    )
-    assert again.returncode == EXIT_USER and "nobody trains here" in again.stderr
+    with pytest.raises(UserError, match="is being trained by process"):
+        check_run(run, c, resume=True)
+    until(lambda: len(records(run, "step")) > 15)
+    assert read_run(run).state() == "running"
+    kill(int(re.search(r"as process (\d+)", out.stdout)[1]))
+    assert ended(list(pids(run, 1).values()))
+    assert read_run(run).state() == "killed"
 
-
-def test_sigterm_to_the_launcher_checkpoints_after_the_same_step_and_resumes(place, uncut):
-    run = place / "stopped"
-    process = start(command(place, run, split(place, save_every=10**6)))
-    read_until(process, "step  8/")
+    process = start([*argv, "--resume"])
+    read_until(process, f"step {checkpoint.list_checkpoints(run)[-1].step + 5:3d}/")
     process.terminate()
     rest = process.stderr.read()
     assert process.wait() == EXIT_STOPPED, rest
     assert "stopping after this step" in rest and "stopped after step" in rest
-    (saved,) = checkpoint.list_checkpoints(run)
-    assert saved.step == max(row["step"] for row in records(run, "step")) < STEPS
-    check_nothing_left(run, 1)
-    assert train(recipe(place, 1, 1, steps=STEPS, save_every=10**6), run, resume=True) == EXIT_DONE
+    assert checkpoint.list_checkpoints(run)[-1].step == max(row["step"] for row in records(run, "step")) < STEPS
+    assert read_run(run).state() == "stopped" and not (run / "running.json").exists()
+    check_nothing_left(run, 3)
+    assert train(recipe(place, 2, 1, **SPARSE, save_every=10), run, resume=True) == EXIT_DONE
     check_as_uncut(run, uncut)
-
-
-def test_a_worker_that_fails_is_shown_with_its_exception(place):
-    """The held-out corpus breaks under the run: the trainer's own error is reported, not its peers' loss of it."""
-    run = place / "broken"
-    c = split(place, save_every=10**6)
-    process = start(command(place, run, c))
-    read_until(process, "step  8/")
-    shutil.rmtree(run)
-    rest = process.stderr.read()
-    assert process.wait() in (EXIT_FAILED, EXIT_USER), rest
-    assert "trainer 0 (process" in rest and "failed:" in rest
 
 
 # In one process -------------------------------------------------------------------------------------------------------
 
 
-def test_time_limit_and_stop_file_end_like_a_stop_by_hand(place, uncut):
+def test_time_limit_ends_like_a_stop_by_hand(place):
     run = place / "limited"
-    assert train(recipe(place, 1, 1, steps=STEPS, time_limit=1e-6), run) == EXIT_STOPPED
+    assert train(recipe(place, 1, 1, **SPARSE, time_limit=1e-6), run) == EXIT_STOPPED
     (saved,) = checkpoint.list_checkpoints(run)
     assert saved.step == 2  # the stop travels with the sums of one step and is obeyed after the next
-    assert train(recipe(place, 1, 1, steps=STEPS), run, resume=True) == EXIT_DONE
-    check_as_uncut(run, uncut)
+
+
+def test_stop_by_command(place):
+    run = place / "told"
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train, recipe(place, 0, 2, steps=10**5, evaluate_every=10**6), run)
+        until(lambda: records(run, "step") or training.done())
+        assert launch.stop(StopOptions(run, wait=True)) == EXIT_DONE
+        assert training.result(20) == EXIT_STOPPED
+    (saved,) = checkpoint.list_checkpoints(run)
+    assert saved.step == max(row["step"] for row in records(run, "step"))
+    assert not (run / "running.json").exists() and not (run / "stop").exists()
+    with pytest.raises(UserError, match="nobody trains here"):
+        launch.stop(StopOptions(run))
 
 
 def test_stop_request_reads_its_file(tmp_path):
@@ -198,7 +198,7 @@ def test_a_failing_thread_ends_all_and_its_error_is_raised(place, monkeypatch):
 
 
 def test_non_finite_updates_are_skipped_counted_and_end_the_run(place):
-    c = recipe(place, 1, 2, steps=STEPS)
+    c = recipe(place, 1, 2, **SPARSE)
     broken = type(c)(
         **{**c.__dict__, "optim": type(c.optim)(**{**c.optim.__dict__, "lr": 1e30, "max_skipped": 3, "clip": 0.0})}
     )
@@ -206,63 +206,6 @@ def test_non_finite_updates_are_skipped_counted_and_end_the_run(place):
         train(broken, place / "nan")
     last = records(place / "nan", "step")[-1]
     assert last["skipped_updates"] >= 3
-
-
-# Checkpoints in the background ----------------------------------------------------------------------------------------
-
-
-def test_background_writer_saves_the_state_of_the_moment(tmp_path):
-    step, other = make_step(), make_step(seed=3)
-    take_steps(step, range(5))
-    writer = checkpoint.Writer(tmp_path, 2, step)
-    writer.start(5, {"note": "x"})
-    at_five, moments = step.flat.masters.clone(), step.moments()
-    take_steps(step, range(5, 10))
-    written = writer.finish()
-    writer.close()
-    assert written.step == 5 and written.state["note"] == "x" and writer.poll() is None
-    checkpoint.restore(checkpoint.read_checkpoint(written.path), other)
-    assert torch.equal(other.flat.masters, at_five) and not torch.equal(step.flat.masters, at_five)
-    for a, b in zip(other.moments(), moments, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_background_writer_keeps_last_and_best_and_reports_failure_once(tmp_path, monkeypatch):
-    step = make_step()
-    writer = checkpoint.Writer(tmp_path, 1, step)
-    for number, acceptance in ((1, 2.0), (2, 1.0), (3, None)):
-        writer.start(number, {"acceptance_length": acceptance})
-    writer.finish()
-    assert [c.step for c in checkpoint.list_checkpoints(tmp_path)] == [1, 3]
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "flush", full)  # stands for a disk that fills up while it is written to
-    writer.start(4, {})
-    with pytest.raises(UserError, match="step_4: the checkpoint could not be written.*No space"):
-        writer.finish()
-    monkeypatch.undo()
-    writer.start(5, {})
-    assert writer.finish().step == 5
-    writer.close()
-    assert not list((tmp_path / "checkpoints").glob(".*"))
-
-
-def test_removed_run_directory_is_named(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    writer = checkpoint.Writer(run, 1, make_step())
-    shutil.rmtree(run)
-    with pytest.raises(UserError, match="the run directory is gone"):
-        writer.start(1, {})
-    writer.close()
-
-
-def test_leftovers_of_killed_writers_are_swept(tmp_path):
-    (tmp_path / "checkpoints" / ".step_3.99.tmp").mkdir(parents=True)
-    checkpoint.sweep(tmp_path)
-    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 # Messages -------------------------------------------------------------------------------------------------------------
@@ -306,7 +249,8 @@ def test_random_kills(place):
     whole = place / "random_uncut"
     assert train(recipe(place, 2, 2, steps=300), whole) == EXIT_DONE
     run, c = place / "random", recipe(place, 2, 2, "processes", steps=300, save_every=7)
-    process = start(command(place, run, c, "--restarts", "40"))
+    out = place / "random.out"  # a pipe that nobody empties would block the run
+    process = start(command(place, run, c, "--unchecked", "--restarts", "40"), 1700, stderr=out.open("w"))
     killed = 0
     while killed < 20 and process.poll() is None:
         time.sleep(dice.uniform(0.5, 14.0))
@@ -315,27 +259,10 @@ def test_random_kills(place):
         if alive:
             kill(dice.choice(alive))
             killed += 1
-    rest = process.stderr.read()
-    assert process.wait() == EXIT_DONE, rest[-3000:]
+    assert process.wait() == EXIT_DONE, out.read_text()[-3000:]
     assert killed >= 5
     assert losses(run) == losses(whole)
     assert same(weights(run, 300), weights(whole, 300))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_killed_agent_of_one_of_two_hosts(place, uncut):
-    run, c = place / "agents", recipe(place, 0, 1, "processes", steps=STEPS, save_every=5)
-    first, second = agents_of(place, c, "agents")
-    while not any(row["step"] >= 8 for row in records(run, "step")):
-        time.sleep(0.1)
-    kill(second.pid)
-    begin = time.monotonic()
-    first.wait(30)
-    assert time.monotonic() - begin < 10 and ended(list(pids(run).values()))
-    assert train(recipe(place, 0, 1, steps=STEPS, save_every=5), run, resume=True) == EXIT_DONE
-    for step, loss in losses(run).items():
-        assert loss == pytest.approx(losses(uncut)[step], rel=1e-6)
 
 
 @pytest.mark.long
@@ -345,12 +272,11 @@ def test_soak_memory_and_descriptors_are_flat(place):
         place / "soak",
         recipe(place, 2, 2, "processes", steps=2000, evaluate_every=200, save_every=250, log_every=50),
     )
-    process = start(command(place, run, c))
+    process = start(command(place, run, c), 1700)
 
     def at(step: int) -> dict[str, tuple[int, int]]:
-        while not any(row["step"] >= step for row in records(run, "step")):
-            assert process.poll() is None
-            time.sleep(0.2)
+        until(lambda: process.poll() is not None or any(row["step"] >= step for row in records(run, "step")), 1700)
+        assert process.poll() is None
         return {
             worker: (
                 int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
@@ -359,9 +285,14 @@ def test_soak_memory_and_descriptors_are_flat(place):
             for worker, pid in pids(run).items()
         }
 
+    begin = time.monotonic()
     early, late = at(400), at(1800)
     process.stderr.read()
     assert process.wait() == EXIT_DONE
+    print(f"2,000 steps, {time.monotonic() - begin:.0f} s; resident MiB and open files of each worker:")
+    for worker in late:
+        (m, f), (n, g) = early[worker], late[worker]
+        print(f"  {worker}: step 400 {m / 2**20:.1f} and {f}, step 1,800 {n / 2**20:.1f} and {g}")
     for worker, (memory, descriptors) in late.items():
         assert memory < early[worker][0] + 24 * 2**20, (worker, early, late)
         assert descriptors <= early[worker][1] + 2, (worker, early, late)
@@ -391,3 +322,64 @@ def test_killed_while_a_checkpoint_is_written(place, uncut):
     process.stderr.read()
     assert process.wait() == EXIT_DONE
     check_as_uncut(run, uncut)
+
+
+@pytest.mark.long
+def test_a_worker_that_fails_is_shown_with_its_exception(place):
+    """The run directory is removed under the workers: the trainer's own error is reported, not its peers' loss of it."""
+    run = place / "broken"
+    process = start(command(place, run, split(place, save_every=10**6), "--unchecked"))
+    read_until(process, "step   8/")
+    shutil.rmtree(run)
+    rest = process.stderr.read()
+    assert process.wait() in (EXIT_FAILED, EXIT_USER), rest
+    assert "trainer 0 (process" in rest and "failed:" in rest
+
+
+@pytest.mark.long
+def test_a_corpus_that_becomes_shorter_under_the_run_is_a_bus_error(place):
+    """Workers map the corpus. (Their slots cannot become shorter: test_mailbox.py.)"""
+    corpus = shutil.copytree(place / "corpus", place / "short_corpus")
+    c = split(place, steps=10**5)
+    process = start(command(place, place / "bus", replace(c, data=replace(c.data, corpus=str(corpus))), "--unchecked"))
+    read_until(process, "step")
+    for shard in corpus.rglob("*"):
+        if shard.is_file() and "tokens" in shard.name:
+            os.truncate(shard, 0)
+    rest = process.stderr.read()
+    assert process.wait() == EXIT_FAILED, rest[-3000:]
+    assert "failed: SIGBUS, bus error: a file that it had mapped became shorter" in rest
+    check_nothing_left(place / "bus", 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("a small tmpfs cannot be mounted here (root may)")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.long
+def test_a_disk_that_fills_up_ends_the_run_with_one_clear_line(place, small_disk):
+    run = small_disk / "full"
+    process = start(command(place, run, split(place, steps=10**5, save_every=20, keep_last=10**3), "--unchecked"))
+    rest = process.stderr.read()
+    assert process.wait() == EXIT_USER, rest[-3000:]
+    assert "the checkpoint could not be written" in rest and "Traceback" not in rest
+    found = checkpoint.list_checkpoints(run)
+    assert found and all(len(checkpoint.load_weights(one)) for one in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: on a CPU torch compiles without workers"
+)
+def test_compile_workers_end_with_a_killed_launcher(place):
+    run = place / "compiling"
+    process = start(command(place, run, split(place, mode="compile"), "--unchecked"))
+    until(lambda: any("compile_worker" in words for words in left_of(run).values()))
+    kill(process.pid)
+    process.stderr.close()
+    until(lambda: not left_of(run), 30)

@@ -325,7 +325,7 @@ def start_target(directory: Path, index: int, targets: int, trainers: int, steps
 
 
 def test_processes_share_memory_and_leave_nothing():
-    directory = memory.meeting_place()
+    directory = memory.private_directory()
     assert directory.stat().st_mode & 0o777 == 0o700
     cell, steps = Cell(2, 1), 40
     children = [start_target(directory, t, 2, 1, steps, "bfloat16") for t in range(2)]
@@ -353,7 +353,7 @@ def test_slots_cannot_be_truncated():
 
 
 def test_a_killed_target_is_named_at_once_with_its_last_act():
-    directory = memory.meeting_place()
+    directory = memory.private_directory()
     child = start_target(directory, 0, 1, 1, 100)
     cell = Cell(1, 1)
     lines, opened = memory.receive(memory.connect(directory, 1), "trainer 0", 0, 0, 0, None, 20)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith import checkpoint
 from draftsmith.attention import BlockAttention, reference_attention
 from draftsmith.bench import BenchStepOptions, drafter_shape, make_step, make_units
 from draftsmith.loss import Head, block_cross_entropy, decay_weights
@@ -147,3 +148,21 @@ def test_two_threads_on_one_gpu_give_one_threads_losses():
     for t in threads:
         t.join()
     assert results == {0: expected, 1: expected}
+
+
+def test_a_checkpoint_holds_the_state_of_its_moment(tmp_path):
+    """The steps that follow are queued at once, while the state is still being copied."""
+    shape, units = make_units(SMALL, 4)
+    step, other = (make_step(replace(SMALL, mode="graph"), shape, torch.device("cuda")) for _ in range(2))
+    losses(step, units)
+    writer = checkpoint.Writer(tmp_path, 1, step)
+    for number in (4, 8):
+        expected = step.flat.masters.clone(), *step.moments()
+        writer.start(number, {})
+        losses(step, units)
+        written = writer.finish()
+        checkpoint.restore(checkpoint.read_checkpoint(written.path), other)
+        for a, b in zip((other.flat.masters, *other.moments()), expected, strict=True):
+            assert torch.equal(a, b)
+        assert not torch.equal(step.flat.masters, expected[0])
+    writer.close()

@@ -55,6 +55,8 @@ class BenchPipelineOptions:
     """Optimizer steps of each run."""
     skip: int = 20
     """Steps at a run's start that its figures leave out."""
+    save: int = 0
+    """Save a checkpoint after so many steps, too, and say how much it held up the run; best a multiple of 10 behind `skip`."""
     idle: bool = True
     """Profile a colocated run for the device's idle share (CUDA)."""
     json: Path | None = None
@@ -105,6 +107,8 @@ def main(options: BenchPipelineOptions) -> int:
         run = train(options, target, corpus, way, options.steps)
         figures.append(figures_of(run, way, options))
         print(figures[-1].line(), flush=True)
+        if options.save:
+            print(stall(run, options), flush=True)
         shutil.rmtree(run / "checkpoints")  # 12 GB for qwen3-8b
     values: dict[str, Any] = {"options": str(options), "runs": [vars(f) for f in figures]}
     if options.idle:
@@ -130,7 +134,13 @@ def train(
         "drafter": {"layers": 5, "block": options.block, "init": "random"},
         "unit": {"tokens": options.tokens, "anchors": options.anchors, "per_step": options.per_step},
         "optim": {"steps": steps, "lr": 1e-4},
-        "run": {"log_every": 10, "evaluate_every": 0, "evaluate_units": 1, "save_every": 10**9, "keep_last": 1},
+        "run": {
+            "log_every": 10,
+            "evaluate_every": 0,
+            "evaluate_units": 1,
+            "save_every": options.save or 10**9,
+            "keep_last": 1,
+        },
         "topology": WAYS[way],
     }
     written = options.out / f"{run.name}.json"
@@ -169,6 +179,19 @@ def figures_of(path: Path, way: str, options: BenchPipelineOptions) -> Figures:
         bound_by=kept[-1]["bound_by"],
         memory_gib=(memory[0], memory[-1]),
         loss=(run.steps[0]["loss"], run.steps[-1]["loss"]),
+    )
+
+
+def stall(path: Path, options: BenchPipelineOptions) -> str:
+    """How much longer the steps after the first checkpoint took than as many before it."""
+    kept = [r for r in read_run(path).steps if options.skip < r["step"] < 2 * options.save]
+    usual = np.median([r["seconds"] / r["steps"] for r in kept if r["step"] <= options.save])
+    after = [r for r in kept if r["step"] > options.save]
+    longer = sum(r["seconds"] - usual * r["steps"] for r in after)
+    size = sum(file.stat().st_size for file in (path / "checkpoints" / f"step_{options.save}").iterdir())
+    return (
+        f"checkpoint of {size / 1e9:.2f} GB after step {options.save}: the {sum(r['steps'] for r in after)} steps after it "
+        f"took {longer:.3f} s longer in all, of {usual:.3f} s each"
     )
 
 

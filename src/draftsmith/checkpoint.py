@@ -123,7 +123,9 @@ def _complete(step: "TrainStep", step_number: int, count: "Tensor", state: dict[
 class Writer:
     """Writes checkpoints in the background: training waits for the copy to host memory, not for the disk.
 
-    One at a time; a failure is raised, as a UserError, by the next call.
+    On CUDA the copies are queued in the stream of training, between two updates, into page-locked buffers: the host goes
+    on at once and the device is held up for the copy alone (12 GB take 0.25 s over PCIe 5). On a CPU the caller waits for
+    the copy (2 to 3 s for 12 GB). One at a time; a failure is raised, as a UserError, by the next call.
     """
 
     def __init__(self, run: Path, keep_last: int, step: "TrainStep"):
@@ -136,6 +138,11 @@ class Writer:
     def close(self) -> None:
         """Let a write that is under way end; `finish` before, to hear of its failure."""
         self._pool.shutdown(wait=True)
+        if self._step.flat.masters.is_cuda and self._buffers.exception() is None:
+            from draftsmith.static import page_unlock
+
+            for buffer in self._buffers.result().values():
+                page_unlock(buffer)
 
     def start(self, step_number: int, state: dict[str, Any]) -> None:
         """Copy the state as it is now in the device's order of work, and go on; waits while an earlier one is written."""
@@ -176,9 +183,13 @@ class Writer:
 def _host_buffers(step: "TrainStep") -> "dict[str, Tensor]":
     import torch
 
-    # zeros, not empty: touching the pages now keeps page faults out of the first snapshot
+    from draftsmith.static import page_locked
+
     tensors = {**_flats(step), "count": step.adamw.count}
-    return {p: torch.zeros(f.shape, dtype=f.dtype, pin_memory=f.is_cuda) for p, f in tensors.items()}
+    if step.flat.masters.is_cuda:
+        return {prefix: page_locked(tensor, "checkpoints") for prefix, tensor in tensors.items()}
+    # zeros, not empty: touching the pages now keeps page faults out of the first snapshot
+    return {prefix: torch.zeros_like(tensor) for prefix, tensor in tensors.items()}
 
 
 def write(run: Path, step_number: int, files: "dict[str, dict[str, Tensor]]", state: dict[str, Any]) -> Checkpoint:

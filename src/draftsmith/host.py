@@ -8,7 +8,7 @@ import platform
 import socket
 import threading
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -135,8 +135,8 @@ class Notes:
 
     def _line(self, text: str) -> None:
         if self._log is not None:
-            self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-            self._log.flush()
+            with suppress(OSError):  # a full disk must not end a run; the event log says it
+                os.write(self._log.fileno(), f"{time.strftime('%H:%M:%S')} {text}\n".encode())
 
 
 def run_host(config: Config, path: Path, resume: bool, console: Console, profile: str | None = None) -> int:

@@ -5,16 +5,20 @@ other launchers can start the same `draftsmith.worker`. On one host everything l
 SIGTERM or SIGINT asks the run to checkpoint and end, a second one ends it at once; a worker's first failure ends all.
 """
 
-import json
+import fcntl
 import logging
 import os
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from draftsmith.config import Config
 from draftsmith.console import Console
@@ -29,6 +33,7 @@ from draftsmith.run import (
     EXIT_USER,
     RunDirectory,
     check_run,
+    last_attempt,
     read_outcome,
     read_owner,
     write_json,
@@ -36,6 +41,7 @@ from draftsmith.run import (
 from draftsmith.topology import Place, Topology
 
 LAST_LINES = 20
+SIOCGIFADDR = 0x8915  # of Linux: an interface's IPv4 address
 OOM_COUNTS = Path("/sys/fs/cgroup/memory.events")
 
 SIGNALS = {
@@ -104,38 +110,56 @@ def run_workers(
     """One start of all workers of this host under torch's elastic agent."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     from draftsmith.rendezvous import register_loopback
+    from draftsmith.slots import private_directory, sweep_private_directories
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # this file says it in one place
-    single = hosts == (1, 1)
+    killed_before = out_of_memory_kills()
+
+    def tell(failure: Failure) -> None:
+        for line in explain(failure, topology, path, out_of_memory_kills() - killed_before):
+            console.note(line)
+
+    single, restarts = hosts == (1, 1), Restarts(tell)
     if single:
         register_loopback()
+    else:
+        restarts.listen()
+        # With torch's shared store the workers of a second meeting would read the keys of the first.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    notes = private_directory()  # torch's; in the run directory a full disk would break the agent, too
     launch_config = LaunchConfig(
         min_nodes=hosts[0],
         max_nodes=hosts[1],
         nproc_per_node=topology.processes,
-        run_id=f"draftsmith-{path.name}",
+        run_id="draftsmith",
         rdzv_backend="loopback" if single else "c10d",
         rdzv_endpoint="" if single else options.rendezvous,
+        local_addr=None if single else own_address(options.rendezvous),
         max_restarts=0 if single else options.restarts,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(path / "logs" / "torchelastic")),
+        logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
         signals_to_handle="SIGQUIT",  # SIGTERM and SIGINT are ours
     )
     argv = ["-m", "draftsmith.worker", str(recipe_of(path)), "--run", str(path)]
     argv += ["--resume"] * resume + (["--profile", options.profile] if options.profile else [])
-    killed_before = out_of_memory_kills()
     try:
         launch_agent(launch_config, sys.executable, argv)
     except ChildFailedError as error:
         failure = first_failure(error.failures.values())
-        for line in explain(failure, topology, path, out_of_memory_kills() - killed_before):
-            console.note(line)
+        if failure.pid != restarts.told:
+            tell(failure)
         return EXIT_USER if failure.exitcode == EXIT_USER else EXIT_FAILED
+    except RendezvousError as error:
+        raise UserError(f"the hosts did not meet at {options.rendezvous}: {error}") from None
     finally:
         console.output.show_cursor()  # a killed worker that hid it for its progress display cannot
+        restarts.close()
+        shutil.rmtree(notes, ignore_errors=True)
+        sweep_private_directories()
     return read_outcome(RunDirectory(path, attempt_of(path)))
 
 
@@ -154,8 +178,8 @@ def recipe_of(path: Path) -> Path:
 
 def attempt_of(path: Path) -> int:
     """The number of the newest attempt; 0 before there is one."""
-    written = path / "config.json"
-    return json.loads(written.read_text())["attempt"] if written.is_file() else 0
+    last = last_attempt(path)
+    return last[0] if last is not None else 0
 
 
 @contextmanager
@@ -182,7 +206,67 @@ def asking_to_stop(path: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def own_address(rendezvous: str) -> str:
+    """This host's address on the network that leads to the rendezvous, which the other hosts reach it by.
+
+    torch would take the host's name, which in containers nobody else knows; gloo would listen where that name leads to.
+    """
+    host, _, port = rendezvous.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # sends nothing
+            address = probe.getsockname()[0]
+            for _, interface in socket.if_nameindex():
+                try:
+                    found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+                except OSError:  # it has no IPv4 address
+                    continue
+                if socket.inet_ntoa(found[20:24]) == address:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--rendezvous {rendezvous!r}: {error}; give HOST:PORT, a name or IPv4 address") from None
+    return address
+
+
 # What went wrong ------------------------------------------------------------------------------------------------------
+
+
+class Failure(NamedTuple):
+    """A worker process that failed, by its number on this host; what is used of torch's ProcessFailure."""
+
+    exitcode: int
+    local_rank: int
+    pid: int
+
+
+class Restarts(logging.Handler):
+    """Torch's agent starts the workers of several hosts again by itself; of the failure before it there is but a log
+    record, which is told here."""
+
+    LOGGER, BEGINNING = (
+        "torch.distributed.elastic.multiprocessing.api",
+        "failed (exitcode: %s) local_rank: %s (pid: %s)",
+    )
+
+    def __init__(self, tell: Callable[[Failure], None]):
+        super().__init__()
+        self._tell, self.told = tell, 0
+
+    def listen(self) -> None:
+        logger = logging.getLogger(self.LOGGER)
+        logger.setLevel(logging.ERROR)
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg.startswith(self.BEGINNING):
+            failure = Failure(*record.args[:3])
+            self._tell(failure)
+            self.told = failure.pid
+
+    def close(self) -> None:
+        super().close()
+        logging.getLogger(self.LOGGER).removeHandler(self)
 
 
 def first_failure(failures):

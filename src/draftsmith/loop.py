@@ -123,6 +123,7 @@ class Interval:
     """One trainer's counts of one log interval. The first one begins after set-up and compilation."""
 
     def __init__(self) -> None:
+        self.skipped, self.bad = 0, -1  # updates skipped up to the last log step, and the bad unit that was told then
         self.begin()
 
     def begin(self) -> None:

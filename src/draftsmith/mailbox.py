@@ -15,11 +15,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from draftsmith.loop import Plan
+    from draftsmith.loop import Plan
 
 Kind = Literal["unit", "held-out row"]
 MESSAGE_BYTES = 1 << 16
@@ -44,7 +45,7 @@ class Item(NamedTuple):
     step: int
 
 
-def cell_items(plan: Plan, cell: Cell) -> Iterator[Item]:
+def cell_items(plan: "Plan", cell: Cell) -> Iterator[Item]:
     """Everything that a cell's targets prefill, in order: the units of each step, then the held-out rows after it."""
     mine = range(cell.first_trainer, cell.first_trainer + cell.trainers)
     ticket = 0
@@ -216,7 +217,7 @@ class TargetEnd(End):
     """A target's side: `claim` a slot for the next item, write the taps, `deliver`. `lines` are to the cell's trainers."""
 
     def __init__(
-        self, me: str, attempt: int, cell: Cell, slots: Sequence[Tensor], lines: Sequence[Line], patience: Patience
+        self, me: str, attempt: int, cell: Cell, slots: "Sequence[Tensor]", lines: Sequence[Line], patience: Patience
     ):
         super().__init__(me, attempt, lines, patience)
         self.slots, self.ledger = slots, Slots(cell, len(slots))
@@ -226,7 +227,7 @@ class TargetEnd(End):
         self.pump(0)
         return self.ledger.is_free(item) or self.finished()
 
-    def claim(self, item: Item) -> Tensor | None:
+    def claim(self, item: Item) -> "Tensor | None":
         """The slot [T, K*H] to write `item` into, as soon as it has been read; None when every trainer has left."""
         line = self.lines[item.trainer]
         held = self.ledger.held[self.ledger.index(item)]
@@ -267,7 +268,7 @@ class TrainerEnd(End):
         me: str,
         attempt: int,
         cell: Cell,
-        slots: Sequence[Sequence[Tensor]],
+        slots: "Sequence[Sequence[Tensor]]",
         lines: Sequence[Line],
         patience: Patience,
     ):
@@ -276,7 +277,7 @@ class TrainerEnd(End):
         self.targets_waited = [0.0] * len(lines)  # seconds that each target says it waited for free slots
         self._filled: list[deque[dict[str, Any]]] = [deque() for _ in lines]
 
-    def take(self, item: Item) -> Tensor:
+    def take(self, item: Item) -> "Tensor":
         """The slot [T, K*H] that holds `item`'s taps, once it is filled."""
         target = target_of(item, self.cell)
         line, filled = self.lines[target], self._filled[target]

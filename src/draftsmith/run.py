@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ class RunDirectory:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that trains in a run directory (running.json). `started` tells it from a later one of the same id."""
+    """A process, such as the one that trains in a run directory (running.json). `started` tells it from a later one of
+    the same id."""
 
     pid: int
     host: str
@@ -65,20 +67,28 @@ class Owner:
 
 def open_run(path: Path, config: Config, resume: bool) -> RunDirectory:
     """Start a run in a new directory, or go on in an old one; the recipe must be the old one's but for MAY_CHANGE."""
-    attempt = check_run(path, config, resume)
+    return begin_attempt(path, config, check_run(path, config, resume))
+
+
+def begin_attempt(path: Path, config: Config, attempt: int, launchers: Sequence[Owner] = ()) -> RunDirectory:
+    """Take the directory for attempt `attempt`, started by `launchers` (of worker processes, one a host)."""
     try:
         for part in ("events", "checkpoints", f"logs/attempt_{attempt}"):
             (path / part).mkdir(parents=True, exist_ok=True)
         (path / "stop").unlink(missing_ok=True)
-        write_json(path / "config.json", {"recipe": config.to_dict(), "attempt": attempt, "provenance": provenance()})
-        write_json(path / "running.json", asdict(Owner(os.getpid(), platform.node(), start_time(os.getpid()) or 0)))
+        about = {"attempt": attempt, "launchers": [asdict(one) for one in launchers], "provenance": provenance()}
+        write_json(path / "config.json", {"recipe": config.to_dict(), **about})
+        write_json(path / "running.json", asdict(process(os.getpid())))
     except OSError as error:
         raise UserError(f"{path}: the run directory cannot be written: {error}") from None
     return RunDirectory(path, attempt)
 
 
-def check_run(path: Path, config: Config, resume: bool) -> int:
-    """The number of the attempt that `open_run` would begin; UserError where it would refuse. Writes nothing."""
+def check_run(path: Path, config: Config, resume: bool, same_launch: bool = False) -> int:
+    """The number of the attempt that `open_run` would begin; UserError where it would refuse. Writes nothing.
+
+    `same_launch`: the launcher has ended the attempt before, also where its process was on a host that is gone.
+    """
     written = path / "config.json"
     if resume:
         if not written.is_file():
@@ -90,7 +100,7 @@ def check_run(path: Path, config: Config, resume: bool) -> int:
             f"{path}: already holds a run; go on with --resume, name another with --run, or delete it yourself"
         )
     owner = read_owner(path)
-    if owner is not None and owner.pid != os.getpid() and owner.is_alive():
+    if owner is not None and owner.pid != os.getpid() and owner.is_alive() and not same_launch:
         known = "" if owner.is_here() else f"; if it is not, delete {path / 'running.json'}"
         raise UserError(
             f"{path}: is being trained by process {owner.pid} on {owner.host}; `draftsmith stop {path}` ends it{known}"
@@ -98,15 +108,20 @@ def check_run(path: Path, config: Config, resume: bool) -> int:
     return old["attempt"] + 1 if resume else 0
 
 
-def join_run(path: Path, config: Config, attempt: int) -> RunDirectory:
+def join_run(path: Path, config: Config, attempt: int, launchers: Sequence[Owner]) -> RunDirectory:
     """The run that another host has opened, in this host's own directory, or in the same one if it is shared."""
-    for part in ("events", "checkpoints", f"logs/attempt_{attempt}"):
-        (path / part).mkdir(parents=True, exist_ok=True)
-    if read_owner(path) is None or not read_owner(path).is_alive():  # a directory of this host's own
-        (path / "stop").unlink(missing_ok=True)
-        write_json(path / "config.json", {"recipe": config.to_dict(), "attempt": attempt, "provenance": provenance()})
-        write_json(path / "running.json", asdict(Owner(os.getpid(), platform.node(), start_time(os.getpid()) or 0)))
+    owner = read_owner(path)
+    if owner is None or not owner.is_alive():  # a directory of this host's own
+        return begin_attempt(path, config, attempt, launchers)
     return RunDirectory(path, attempt)
+
+
+def last_attempt(path: Path) -> tuple[int, list[Owner]] | None:
+    """The newest attempt in a run directory and the launchers that started it; None where no run has begun."""
+    if not (path / "config.json").is_file():
+        return None
+    written = read_config(path)
+    return written["attempt"], [Owner(**one) for one in written.get("launchers", [])]
 
 
 def close_run(run: RunDirectory) -> None:
@@ -135,6 +150,11 @@ def read_owner(path: Path) -> Owner | None:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path / 'running.json'}: cannot be read: {error}") from None
+
+
+def process(pid: int) -> Owner:
+    """A process of this host."""
+    return Owner(pid, platform.node(), start_time(pid) or 0)
 
 
 def start_time(pid: int) -> int | None:

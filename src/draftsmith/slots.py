@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import pickle
+import shutil
 import socket
 import struct
 import tempfile
@@ -31,6 +32,8 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.mailbox import MESSAGE_BYTES, Line, MailError, PeerLost
+from draftsmith.run import start_time
+from draftsmith.static import page_lock
 
 Transport = Literal["local", "shared", "ipc", "pinned"]
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -75,7 +78,7 @@ def make_slots(
     if transport in ("shared", "pinned"):
         whole, file = _anonymous_file(shape, dtype)
         if transport == "pinned":
-            _page_lock(whole)
+            page_lock(whole, "topology.slots")
     else:
         if transport == "ipc":
             _refuse_expandable_segments()
@@ -91,7 +94,7 @@ def open_slots(facts: dict[str, Any], files: Sequence[int]) -> tuple[Tensor, ...
     whole = _map(file, tuple(facts["shape"]), getattr(torch, facts["dtype"]))
     os.close(file)
     if facts["transport"] == "pinned":
-        _page_lock(whole)
+        page_lock(whole, "topology.slots")
     return tuple(whole)
 
 
@@ -114,12 +117,6 @@ def _map(file: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, size), dtype=dtype).view(shape)
 
 
-def _page_lock(memory: Tensor) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)
-    if int(status) != 0:
-        raise UserError(f"topology.slots: host memory cannot be page-locked ({status}); raise `ulimit -l`")
-
-
 def _refuse_expandable_segments() -> None:
     for variable in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
@@ -132,12 +129,23 @@ def _refuse_expandable_segments() -> None:
 # Getting connected ----------------------------------------------------------------------------------------------------
 
 
-def meeting_place() -> Path:
-    """A new directory that only this user may enter; removed again as soon as everybody is connected."""
-    base = tempfile.gettempdir()
-    return Path(
-        tempfile.mkdtemp(prefix="draftsmith-", dir=base if len(base) < 60 else "/tmp")
-    )  # names of sockets are short
+def private_directory() -> Path:
+    """A new directory that only this user may enter, for sockets or notes of this process; whoever made it removes it."""
+    sweep_private_directories()
+    return Path(tempfile.mkdtemp(prefix=f"draftsmith-{os.getpid()}-", dir=_base()))
+
+
+def sweep_private_directories() -> None:
+    """Remove those whose maker was killed."""
+    for left in _base().glob("draftsmith-*-*"):
+        maker = left.name.split("-")[1]
+        if maker.isdigit() and start_time(int(maker)) is None:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _base() -> Path:
+    base = Path(tempfile.gettempdir())
+    return base if len(str(base)) < 60 else Path("/tmp")  # names of sockets are short
 
 
 def listen(directory: Path, target: int) -> socket.socket:

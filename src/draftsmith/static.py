@@ -4,10 +4,13 @@ On CUDA both directions pass through rings of pinned memory, so that a copy is a
 an event of its own, long past, before it writes to a place again.
 """
 
+import mmap
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.unit import Unit, UnitShape
 
 RING = 3
@@ -86,3 +89,27 @@ class PinnedRing:
         if self._events:
             self._events[self._turn].synchronize()
         return self._ring[self._turn].tolist()
+
+
+def page_locked(like: Tensor, what: str) -> Tensor:
+    """Zeros on the host, of `like`'s shape and dtype, page-locked for its device, so that copies do not hold up the host.
+
+    torch's own pinned memory is rounded up to a power of two, which nearly doubles large states. `page_unlock` it before it
+    is dropped. UserError, which begins with `what`, where memory cannot be locked.
+    """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, like.numel() * like.element_size(), flags=private)  # no page is shared: each is locked once
+    memory = torch.frombuffer(pages, dtype=like.dtype, count=like.numel()).view(like.shape)
+    with torch.cuda.device(like.device):  # a new thread would make a context on device 0
+        page_lock(memory, what)
+    return memory
+
+
+def page_lock(memory: Tensor, what: str) -> None:
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)
+    if int(status) != 0:
+        raise UserError(f"{what}: host memory cannot be page-locked ({status}); raise `ulimit -l`")
+
+
+def page_unlock(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -31,7 +31,7 @@ from draftsmith.options import TrainOptions
 from draftsmith.profile import StepProfiler
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED, provenance
 from draftsmith.sinks import SinkProcesses
-from draftsmith.step import Tables, TrainStep, learning_rate
+from draftsmith.step import StepStats, Tables, TrainStep, learning_rate
 from draftsmith.step_modes import COMPILE_LOCK
 from draftsmith.taps import MailedTaps, OwnTaps, Taps
 from draftsmith.target import Target
@@ -239,7 +239,7 @@ def accumulate(shop: Workshop, unit: Unit) -> None:
 
 
 def log(shop: Workshop, done: int, interval: Interval) -> None:
-    """One step record from all trainers' counts and the device's sums; ends the run if updates keep being skipped."""
+    """One step record from all trainers' counts and the device's sums; skipped updates are told."""
     stats, seconds, shape, config = shop.step.read(), interval.seconds(), shop.units.shape, shop.worker.job.config
     everyone = shop.worker.member.exchange(
         {
@@ -278,16 +278,30 @@ def log(shop: Workshop, done: int, interval: Interval) -> None:
         shop.worker.console.step(record, shop.plan.total)
     else:
         shop.events.flush()
-    if stats.skipped_in_row >= config.optim.max_skipped:
-        bad = max(one["bad"] for one in everyone)
-        raise UserError(
-            f"{shop.worker.run.path}: the last {stats.skipped_in_row} updates were skipped for non-finite gradients, "
-            f"step {done}" + (f", last in unit {bad}" if bad >= 0 else "")
-            + "; lower optim.lr or look at that unit's documents, then --resume"
-        )  # fmt: skip
+    check_skipped(shop, interval, stats, done, max(one["bad"] for one in everyone))
     if shop.writer is not None and (written := shop.writer.poll()) is not None:
         shop.worker.console.note(f"saved {written.path}")
     interval.begin()
+
+
+def check_skipped(shop: Workshop, interval: Interval, stats: StepStats, done: int, bad: int) -> None:
+    """Tell how many updates of the interval were skipped and where; ends the run if they keep being skipped.
+
+    `bad`: the newest unit of any trainer whose loss was not finite, or -1.
+    """
+    new, per_step = stats.skipped_total - interval.skipped, shop.plan.per_step
+    units = f"one of the units {(done - interval.steps) * per_step}..{done * per_step - 1}"
+    where = f"unit {bad}" if bad not in (-1, interval.bad) else units
+    interval.skipped, interval.bad = stats.skipped_total, bad
+    if new and shop.worker.place.is_first:
+        text = f"step {done}: {new} of the last {interval.steps} updates skipped (not finite, or nothing scored) in {where}"
+        shop.worker.console.note(text)
+        shop.events.note(text)
+    if stats.skipped_in_row >= shop.worker.job.config.optim.max_skipped:
+        raise UserError(
+            f"{shop.worker.run.path}: the last {stats.skipped_in_row} updates were skipped for non-finite gradients, "
+            f"step {done}, last in {where}; lower optim.lr or look at that unit's documents, then --resume"
+        )
 
 
 def evaluate_held_out(shop: Workshop, done: int) -> float | None:

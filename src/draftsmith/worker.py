@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import rich.console
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -39,38 +40,53 @@ from draftsmith.run import (
     EXIT_TERMINATED,
     EXIT_USER,
     RunDirectory,
+    begin_attempt,
+    check_run,
     close_run,
+    flatten,
     join_run,
-    open_run,
+    last_attempt,
+    process,
     start_time,
     write_outcome,
 )  # fmt: skip
-from draftsmith.slots import connect, listen, meeting_place
+from draftsmith.slots import connect, listen, private_directory
 from draftsmith.team import Team, World
 from draftsmith.topology import Place, Topology
 
+PLACES = {"target.model", "target.revision", "data.corpus"}  # keys that may differ between hosts
 PEER_SECONDS = 3.0  # a worker that lost another one waits so long for the launcher to end it and to name the cause
 GRACE_SECONDS = 25.0  # after a polite SIGTERM; torchrun kills after 30
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process without running destructors, which could wait for workers that are gone."""
-    code = EXIT_FAILED
+    code, terminal = EXIT_FAILED, os.dup(2)  # `redirect` sends 2 to the log
     try:
         code = work(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        print(f"draftsmith: {error}", file=sys.stderr)
         code = EXIT_USER
+        last_word(f"draftsmith: {error}", terminal)
     except PeerLost as error:
-        print(f"draftsmith: {error}", file=sys.stderr, flush=True)
-        time.sleep(PEER_SECONDS)
         code = EXIT_PEER
+        last_word(f"draftsmith: {error}", terminal)
+        time.sleep(PEER_SECONDS)
     finally:
         if code == EXIT_FAILED and sys.exception() is not None:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
+            last_word(traceback.format_exc(), terminal)
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
+
+
+def last_word(text: str, terminal: int) -> None:
+    """To the log, or where its disk is full to the launcher's terminal."""
+    try:
+        os.write(2, f"{text}\n".encode())
+    except OSError:
+        with suppress(OSError):
+            os.write(terminal, f"{text}\n".encode())
 
 
 @record  # torchrun shows the error of the first worker that failed
@@ -93,7 +109,7 @@ def work(argv: list[str]) -> int:
     job = open_job(config)
     hosts, host = size // per_host, rank // per_host
     world = World.join(rank, size, max(0, restart), hosts, config.topology.first_patience)
-    run, resumes = open_together(world, options, config, local, restart > 0)
+    run, resumes = open_together(world, options, config, local)
     try:
         places = [Place(topology, i, host, hosts) for i in (range(topology.workers) if topology.threads else [local])]
         console = redirect(run, places)
@@ -112,30 +128,53 @@ def work(argv: list[str]) -> int:
         close_run(run)
 
 
-def leads(topology: Topology, process: int) -> bool:
-    """The process holds trainers."""
-    return topology.threads or process >= topology.targets
+def leads(topology: Topology, local: int) -> bool:
+    """The host's process of this number holds trainers."""
+    return topology.threads or local >= topology.targets
 
 
-def open_together(
-    world: World, options: TrainOptions, config: Config, local: int, restarted: bool
-) -> tuple[RunDirectory, bool]:
-    """The first process opens the run directory for all; each host has it too, in the same place or in one of its own."""
+def open_together(world: World, options: TrainOptions, config: Config, local: int) -> tuple[RunDirectory, bool]:
+    """The first process opens the run directory for all; each host has it too, in the same place or in one of its own.
+
+    Workers whose launchers have started this run before go on with it: after a failure, or when a host has come or gone.
+    Returns the directory and whether the run goes on.
+    """
     path = options.run or Path("runs") / options.recipe.stem
-    opened: tuple[int, bool, str | None] = (0, False, None)
-    if world.rank == 0:
-        resume = options.resume or (restarted and (path / "config.json").is_file())
-        try:
-            opened = (open_run(path, config, resume).attempt, resume, None)
-        except UserError as error:
-            opened = (0, False, str(error))
-    attempt, resume, refusal = world.gather(opened)[0]
-    if refusal is not None:
-        raise UserError(refusal)
-    if local == 0:
-        join_run(path, config, attempt)
-    world.gather(None)
+    here = (last_attempt(path), process(os.getppid()), flatten(config.to_dict())) if local == 0 else None
+    hosts = [host for host in world.gather(here) if host is not None]
+    check_recipes([recipe for _, _, recipe in hosts])
+    launchers, before = [launcher for _, launcher, _ in hosts], [last for last, _, _ in hosts if last is not None]
+    again = any(one in launchers for _, started_by in before for one in started_by)
+    resume = options.resume or again
+    attempt = max((number + 1 for number, _ in before), default=0)
+    own = resume and (here is None or here[0] is not None or not before)  # else another host's directory holds the run
+    agree(world, local == 0, lambda: check_run(path, config, own, same_launch=again))
+    agree(world, world.rank == 0, lambda: begin_attempt(path, config, attempt, launchers))
+    agree(world, local == 0 and world.rank != 0, lambda: join_run(path, config, attempt, launchers))
     return RunDirectory(path, attempt), resume
+
+
+def check_recipes(recipes: list[dict[str, Any]]) -> None:
+    """All hosts must do the same; only where the target and the corpus lie may differ."""
+    for host, recipe in enumerate(recipes):
+        for key in recipe.keys() - PLACES:
+            if recipe[key] != recipes[0][key]:
+                raise UserError(
+                    f"{key} is {recipe[key]!r} on host {host} and {recipes[0][key]!r} on host 0; give all hosts one recipe"
+                )
+
+
+def agree(world: World, acts: bool, action: Callable[[], object]) -> None:
+    """Do `action` in the processes that act; every process raises the first UserError of any."""
+    refusal = None
+    if acts:
+        try:
+            action()
+        except UserError as error:
+            refusal = str(error)
+    refusals = [text for text in world.gather(refusal) if text is not None]
+    if refusals:
+        raise UserError(refusals[0])
 
 
 def redirect(run: RunDirectory, places: list[Place]) -> Notes:
@@ -153,7 +192,7 @@ def redirect(run: RunDirectory, places: list[Place]) -> Notes:
 def meet_cell(world: World, place: Place, attempt: int, config: Config) -> list[Mail]:
     """Connect every trainer of each host with every target of it, through sockets in a directory that is gone afterwards."""
     first = place.local == 0
-    directories = world.gather((place.host, str(meeting_place()) if first else None))
+    directories = world.gather((place.host, str(private_directory()) if first else None))
     directory = Path(next(path for host, path in directories if host == place.host and path is not None))
     target = place.role == "target"
     listener = listen(directory, place.index) if target else None
