@@ -181,6 +181,7 @@ def watched_steps(
                 units += 1  # looked at after every unit: an allocator may hand the old address out again
                 moved.update((n, None) for n, address in addresses(step).items() if address != before[n])
                 if units in (WINDOW, 2 * WINDOW):
+                    wait(step.device)  # what is queued counts as training, looking does not
                     looked = time.monotonic()
                     growth.mark()
                     since += time.monotonic() - looked
