@@ -29,6 +29,20 @@ def test_greedy_equals_the_models_own(model, batch):
     assert {r.finish for r in replies} == {"stop", "length"}  # rows left early and late
 
 
+def test_finished_rows_make_room_for_the_next_prompts(model, monkeypatch):
+    prompts, calls = random_prompts(24), []
+    stops = frozenset(own_greedy(model, prompts[3], 9)[-1:] + own_greedy(model, prompts[7], 3)[-1:])
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **inputs: calls.append(inputs["input_ids"].shape) or forward(**inputs))
+    replies = Generator(model, stops).generate(prompts, 20, batch=4)
+    monkeypatch.undo()
+    assert replies == [own_reply(model, p, 20, tuple(stops)) for p in prompts]
+    assert max(rows for rows, _ in calls) == 4
+    lengths = [len(replies[i].tokens) for i in sorted(range(24), key=lambda i: -len(prompts[i]))]
+    one_after_the_other = sum(max(lengths[i : i + 4]) for i in range(0, 24, 4))
+    assert sum(tokens == 1 for _, tokens in calls) < 0.8 * one_after_the_other
+
+
 def test_hybrid_and_sliding_targets():
     """Kinds of layers whose caches have no common layout."""
     shared = dict(
@@ -45,8 +59,9 @@ def test_hybrid_and_sliding_targets():
     for model in (Qwen3NextForCausalLM(linear), Gemma2ForCausalLM(sliding)):
         model = model.float().eval()
         stops = tuple(own_greedy(model, prompts[0], 4)[-1:])
-        replies = Generator(model, frozenset(stops)).generate(prompts, 12)
-        assert replies == [own_reply(model, p, 12, stops) for p in prompts], type(model).__name__
+        for batch in (3, 64):
+            replies = Generator(model, frozenset(stops)).generate(prompts, 12, batch=batch)
+            assert replies == [own_reply(model, p, 12, stops) for p in prompts], type(model).__name__
 
 
 def test_sampled_reply_depends_on_seed_and_prompt_alone(model):
@@ -65,10 +80,10 @@ def test_samples_follow_the_distribution():
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 0.3, -9.0])
     keys = np.arange(20_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     sampler = Sampler(temperature=0.7, seed=1)
-    tokens = sampler.pick(logits.expand(len(keys), -1), keys, place=2)
+    tokens = sampler.pick(logits.expand(len(keys), -1), keys, [2] * len(keys))
     share = torch.bincount(tokens, minlength=8) / len(keys)
     assert (share - (logits / 0.7).softmax(-1)).abs().sum() / 2 < 0.02
-    again = sampler.pick(logits.expand(len(keys), -1), keys, place=3)
+    again = sampler.pick(logits.expand(len(keys), -1), keys, [3] * len(keys))
     agree = float((tokens == again).float().mean())
     assert agree == pytest.approx(float((logits / 0.7).softmax(-1).square().sum()), abs=0.02)  # places are independent
 
@@ -76,11 +91,11 @@ def test_samples_follow_the_distribution():
 def test_top_k_and_top_p_cut_the_tail():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     keys = np.arange(4_000, dtype=np.uint64)
-    many = logits.expand(len(keys), -1)
-    assert set(Sampler(1.0, top_k=2).pick(many, keys, 0).tolist()) == {0, 1}
-    assert set(Sampler(1.0, top_p=0.9).pick(many, keys, 0).tolist()) == {0, 1, 2}
-    assert set(Sampler(1.0, top_p=0.5, top_k=3).pick(many, keys, 0).tolist()) == {0}
-    assert set(Sampler(1.0).pick(many, keys, 0).tolist()) == {0, 1, 2, 3}
+    many, places = logits.expand(len(keys), -1), [0] * len(keys)
+    assert set(Sampler(1.0, top_k=2).pick(many, keys, places).tolist()) == {0, 1}
+    assert set(Sampler(1.0, top_p=0.9).pick(many, keys, places).tolist()) == {0, 1, 2}
+    assert set(Sampler(1.0, top_p=0.5, top_k=3).pick(many, keys, places).tolist()) == {0}
+    assert set(Sampler(1.0).pick(many, keys, places).tolist()) == {0, 1, 2, 3}
 
 
 def test_a_bad_sampler_is_refused():

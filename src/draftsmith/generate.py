@@ -2,13 +2,14 @@
 
 A reply is a pure function of (model, prompt, options, seed): sampled tokens come from numbers hashed from the seed, the
 prompt and the place in the reply, so the prompts decoded beside it do not matter, but for rounding (in bfloat16 another
-batch shape can turn a near-tie). Batches are static: prompts sorted by length, finished rows dropped as they gather.
-Refilling them instead gains little on a CPU, where a step's time follows the number of rows, and would need one cache
-layout for every kind of target layer; on GPUs a server is the faster way (`regenerate --endpoint`).
+batch shape can turn a near-tie). Batching is continuous: rows that finish make room for the next prompts, the longest
+prompts first. Where a target's layers keep anything but plain keys and values (sliding windows, states), rows at
+different places cannot be joined, and a batch is finished before the next begins.
 """
 
 import hashlib
 import inspect
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.unit import hash64
 
@@ -47,13 +48,14 @@ class Sampler:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError(f"{self}: temperature and top_k must not be negative, top_p must be in (0, 1]")
 
-    def pick(self, logits: Tensor, keys: np.ndarray, place: int) -> Tensor:
-        """logits [P, V], keys [P] uint64 of the rows' prompts, place in the reply -> tokens [P]."""
+    def pick(self, logits: Tensor, keys: np.ndarray, places: Sequence[int]) -> Tensor:
+        """logits [P, V], keys [P] uint64 of the rows' prompts, places in their replies -> tokens [P]."""
         if self.temperature == 0:
             return logits.argmax(-1)
         scores = self._warpers()(torch.empty(0), logits.float())
         cumulative = scores.softmax(-1).double().cumsum(-1)
-        hashed = np.array([hash64(self.seed, _REPLY ^ key, place) for key in keys.tolist()], np.uint64)
+        pairs = zip(keys.tolist(), places, strict=True)
+        hashed = np.array([hash64(self.seed, _REPLY ^ key, place) for key, place in pairs], np.uint64)
         uniform = torch.from_numpy((hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53).to(logits.device)
         token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
         return token.clamp(max=logits.shape[-1] - 1)
@@ -134,10 +136,20 @@ class Generator:
             if progress is not None:
                 progress(index, reply)
 
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # the longest first: memory peaks at once
-        for first in range(0, len(order), batch):
-            rows = order[first : first + batch]
-            _Batch(self, rows, [prompts[i] for i in rows], [limits[i] for i in rows]).run(sampler or Sampler(), finish)
+        queue = deque(
+            sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        )  # the longest first: memory peaks at once
+        sampler, rows = sampler or Sampler(), None
+        while queue or rows is not None:
+            free = batch - (0 if rows is None else len(rows.indices))
+            if queue and free and (rows is None or rows.can_join):
+                take = [queue.popleft() for _ in range(min(free, len(queue)))]
+                new = _Rows(self, take, [prompts[i] for i in take], [limits[i] for i in take])
+                new.step(sampler, finish)
+                rows = new if rows is None else rows.join(new)
+            else:
+                rows.step(sampler, finish)
+            rows = rows.without_finished()
         return [reply for reply in replies if reply is not None]
 
     def _limit(self, index: int, length: int, max_new_tokens: int) -> int:
@@ -147,8 +159,8 @@ class Generator:
         return min(max_new_tokens, room)
 
 
-class _Batch:
-    """Rows decoded together, left-padded. A finished row rides along until an eighth of the rows can leave with it."""
+class _Rows:
+    """Replies decoded together, left-padded. A finished row rides along until an eighth of the rows can leave with it."""
 
     def __init__(
         self, generator: Generator, indices: list[int], prompts: Sequence[Sequence[int]], limits: Sequence[int]
@@ -162,7 +174,7 @@ class _Batch:
         self.running = [True] * len(prompts)
         longest = max(map(len, prompts))
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        self.mask = torch.zeros_like(ids)  # [P, tokens in the cache]
+        self.mask = torch.zeros_like(ids)  # [P, tokens in the cache and those that come next]
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             self.mask[row, longest - len(prompt) :] = 1
@@ -171,26 +183,18 @@ class _Batch:
         self.cache = DynamicCache(config=self.model.config)
         self.cache_name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
-    def run(self, sampler: Sampler, finish: Callable[[int, Reply], None]) -> None:
-        for place in range(max(self.limits)):
-            chosen = sampler.pick(self._forward(), self.keys, place)
-            for row, token in enumerate(chosen.tolist()):
-                if self.running[row]:
-                    self._commit(row, token, finish)
-            if not any(self.running):
-                return
-            self.ids, self.positions = chosen[:, None], self.positions[:, -1:] + 1
-            self.mask = torch.cat((self.mask, self.mask.new_ones(len(chosen), 1)), dim=1)
-            if self.running.count(False) * 8 >= len(self.running):
-                self._compact()
-
-    def _forward(self) -> Tensor:
-        """The next token's logits [P, V]."""
+    def step(self, sampler: Sampler, finish: Callable[[int, Reply], None]) -> None:
+        """One more token for every row."""
         output = self.model(
             input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions, use_cache=True, logits_to_keep=1,
             **{self.cache_name: self.cache},
         )  # fmt: skip
-        return output.logits[:, -1]
+        chosen = sampler.pick(output.logits[:, -1], self.keys, [len(tokens) for tokens in self.tokens])
+        for row, token in enumerate(chosen.tolist()):
+            if self.running[row]:
+                self._commit(row, token, finish)
+        self.ids, self.positions = chosen[:, None], self.positions[:, -1:] + 1
+        self.mask = torch.cat((self.mask, self.mask.new_ones(len(chosen), 1)), dim=1)
 
     def _commit(self, row: int, token: int, finish: Callable[[int, Reply], None]) -> None:
         if token in self.stop_tokens:
@@ -202,9 +206,35 @@ class _Batch:
             self.running[row] = False
             finish(self.indices[row], Reply(self.tokens[row], "length"))
 
-    def _compact(self) -> None:
-        """Drop the finished rows everywhere."""
+    @property
+    def can_join(self) -> bool:
+        """Every layer keeps plain keys and values, [P, g, tokens, d]."""
+        from transformers.cache_utils import DynamicLayer
+
+        return all(type(layer) is DynamicLayer for layer in self.cache.layers)
+
+    def join(self, new: "_Rows") -> "_Rows":
+        """These rows and `new`, whose ends stand in one column."""
+        longest = max(self.mask.shape[1], new.mask.shape[1])
+        for one in (self, new):
+            one._pad(longest - one.mask.shape[1])
+        for mine, theirs in zip(self.cache.layers, new.cache.layers, strict=True):
+            mine.keys = torch.cat((mine.keys, theirs.keys))
+            mine.values = torch.cat((mine.values, theirs.values))
+        self.indices, self.limits = self.indices + new.indices, self.limits + new.limits
+        self.tokens, self.running = self.tokens + new.tokens, self.running + new.running
+        self.keys = np.concatenate((self.keys, new.keys))
+        self.ids, self.mask = torch.cat((self.ids, new.ids)), torch.cat((self.mask, new.mask))
+        self.positions = torch.cat((self.positions, new.positions))
+        return self
+
+    def without_finished(self) -> "_Rows | None":
+        """The rows that run on, with the padding that nobody needs cut off; None when no row is left."""
+        if self.running.count(False) * 8 < len(self.running):
+            return self
         kept = [row for row, running in enumerate(self.running) if running]
+        if not kept:
+            return None
         self.indices, self.limits, self.tokens = (
             [x[i] for i in kept] for x in (self.indices, self.limits, self.tokens)
         )
@@ -212,6 +242,16 @@ class _Batch:
         keep = torch.tensor(kept, device=self.model.device)
         self.ids, self.mask, self.positions = self.ids[keep], self.mask[keep], self.positions[keep]
         self.cache.reorder_cache(keep)
+        if self.can_join:
+            self._pad(-int(self.mask.argmax(1).min()))
+        return self
+
+    def _pad(self, count: int) -> None:
+        """Put `count` empty columns before all rows, or take them away."""
+        if count:
+            self.mask = nn.functional.pad(self.mask, (count, 0))
+            for layer in self.cache.layers:
+                layer.keys, layer.values = (nn.functional.pad(x, (0, 0, count, 0)) for x in (layer.keys, layer.values))
 
 
 def _key(prompt: Sequence[int]) -> int:
