@@ -119,8 +119,7 @@ def parse_recipe(options_type: type, argv: list[str], prog: str, summary: str) -
         recipe_keys: Annotated[config.Config, tyro.conf.arg(name="")] = default
 
     parsed = tyro.cli(Arguments, args=argv, prog=prog, description=summary)
-    config.check(parsed.recipe_keys, f"{recipe} with flags")
-    return parsed.options, parsed.recipe_keys
+    return parsed.options, config.from_dict(parsed.recipe_keys.to_dict(), f"{recipe} with flags")
 
 
 def load(place: str) -> Callable[..., Any]:

@@ -57,10 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process without running destructors, which could wait for workers that are gone."""
     code = EXIT_FAILED
     try:
-        code = work(list(sys.argv[1:] if argv is None else argv))
+        code = work(list(sys.argv[1:] if argv is None else argv)) or 0  # None: torch's `record` after --help
     except UserError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         code = EXIT_USER
+    except SystemExit as end:  # flags that cannot be parsed
+        code = end.code
     except PeerLost as error:
         print(f"draftsmith: {error}", file=sys.stderr, flush=True)
         time.sleep(PEER_SECONDS)
