@@ -199,6 +199,18 @@ def test_a_recipe_holds_any_path_and_option_name(place, tmp_path):
     assert open_job(c).corpus.directory == home / "corpus"
 
 
+def test_a_corpus_that_is_all_held_out_is_refused(place, tmp_path):
+    line = (place / "chat.jsonl").read_text().partition("\n")[0]
+    (tmp_path / "one.jsonl").write_text(line)
+    out = tmp_path / "corpus"
+    prepare(PrepareOptions((str(tmp_path / "one.jsonl"),), str(place / "target"), out, held_out=0.999999))
+    with pytest.raises(UserError, match="no documents to train on.*--held-out"):
+        write_recipe(InitOptions(str(place / "target"), out, tmp_path / "r.toml"))
+    c = recipe(place)
+    with pytest.raises(UserError, match="no documents to train on.*--held-out"):
+        train(replace(c, data=config.DataConfig(str(out))), tmp_path / "run")
+
+
 @pytest.mark.parametrize("choice", [{"layers": 0}, {"layers": -1}, {"block": 1}, {"block": 100_000}])
 def test_init_writes_no_recipe_that_train_refuses(place, tmp_path, choice):
     with pytest.raises(UserError, match=f"drafter.{next(iter(choice))} must be at"):
@@ -227,6 +239,10 @@ def test_a_run_directory_is_never_overwritten_and_a_resumed_recipe_stays(place, 
         train(recipe(place, steps=4), run, resume=True)
     with pytest.raises(UserError, match="drafter.layers was 1 and is 2"):
         train(recipe(place, steps=2, layers=2), run, resume=True)
+    for damage in ("x", "[]", "{}", '{"recipe": {}}'):
+        (run / "config.json").write_text(damage)
+        with pytest.raises(UserError, match="config.json: .*damaged"):
+            train(recipe(place, steps=2), run, resume=True)
 
 
 def test_sigterm_checkpoints_and_exits_3_and_resume_finishes(place, tmp_path):

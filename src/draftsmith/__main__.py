@@ -1,6 +1,7 @@
 """The command line. Imports no torch: each command's options and code are imported when it is called."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +73,9 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         print(f"draftsmith {argv[0]}: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except KeyboardInterrupt:
         print(f"draftsmith {argv[0]}: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -63,6 +63,8 @@ def write_recipe(options: InitOptions) -> None:
         raise UserError(f"{options.out}: exists already; name another with --out, or delete it yourself")
     directory = models.resolve(options.target, options.revision)
     facts, corpus = describe(directory, options.trust_remote_code), Corpus.open(options.corpus, "train")
+    if not len(corpus):
+        raise UserError(f"{options.corpus}: there are no documents to train on; prepare with a smaller --held-out")
     made_with = corpus.manifest.chat_template, corpus.manifest.template_options
     check_matches(corpus.manifest, directory, *made_with, options.trust_remote_code)
     device = automatic_device()

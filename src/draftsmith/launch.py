@@ -5,7 +5,6 @@ other launchers can start the same `draftsmith.worker`. On one host everything l
 SIGTERM or SIGINT asks the run to checkpoint and end, a second one ends it at once; a worker's first failure ends all.
 """
 
-import json
 import logging
 import os
 import signal
@@ -32,6 +31,7 @@ from draftsmith.run import (
     check_run,
     read_outcome,
     read_owner,
+    read_written,
     write_json,
 )  # fmt: skip
 from draftsmith.topology import Place, Topology
@@ -168,8 +168,7 @@ def recipe_of(path: Path) -> Path:
 
 def attempt_of(path: Path) -> int:
     """The number of the newest attempt; 0 before there is one."""
-    written = path / "config.json"
-    return json.loads(written.read_text())["attempt"] if written.is_file() else 0
+    return read_written(path)["attempt"] if (path / "config.json").is_file() else 0
 
 
 @contextmanager

@@ -322,7 +322,7 @@ def _key(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8").strip().splitlines()[0]
+        return path.read_text(encoding="ascii").strip().splitlines()[0]
     except (OSError, UnicodeDecodeError, IndexError) as error:
         raise UserError(f"{path}: no API key can be read: {error}") from None
 
