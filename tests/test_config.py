@@ -125,3 +125,12 @@ def test_a_worker_process_explains_itself_as_the_command_does(tmp_path):
     flags = [str(written(tmp_path, GOOD)), "--optim.lr", "x"]
     out = subprocess.run([*worker, *flags], capture_output=True, text=True, check=False)
     assert out.returncode == 2 and "Traceback" not in out.stderr
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
+def test_a_reader_that_has_seen_enough_is_no_error(argv):
+    command = [sys.executable, "-m", "draftsmith", *argv]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert not process.stderr.read()
+        assert process.wait() == 0

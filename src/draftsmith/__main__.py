@@ -50,7 +50,18 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `draftsmith` and `python -m draftsmith`; exits with 0, 1 (failed), 2 (user's mistake) or 3 (stopped)."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            command_line(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def command_line(argv: list[str]) -> None:
+    """One command line, to its exit."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         sys.exit(0 if argv else 2)
@@ -73,9 +84,6 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         print(f"draftsmith {argv[0]}: {error}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except KeyboardInterrupt:
         print(f"draftsmith {argv[0]}: interrupted", file=sys.stderr)
         sys.exit(130)
