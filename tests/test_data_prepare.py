@@ -423,6 +423,17 @@ def test_killed_preparation_goes_on(target, tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out", "whole"]
 
 
+def test_a_corpus_inside_a_source_folder_is_no_source(target, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", many(6))
+    assert run(target, folder / "corpus", folder, parquet=True).rows_in == 6
+    again = run(target, folder / "corpus", folder, parquet=True, overwrite=True)
+    assert (again.rows_in, again.kept) == (6, 6)
+    with pytest.raises(UserError, match="no data files"):
+        run(target, tmp_path / "other", folder / "corpus")
+
+
 def test_two_commands_cannot_prepare_one_corpus(target, tmp_path):
     holder = (
         "import sys; from pathlib import Path; from draftsmith.data.shards import ShardWriter\n"

@@ -263,6 +263,13 @@ def test_users_mistakes(options, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_the_output_is_not_written_among_its_sources(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", talks(1))
+    with pytest.raises(UserError, match="lies in the source"):
+        go(tmp_path, tmp_path / "out.jsonl", "http://localhost:1")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_existing_file_stays(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", talks(1))
     (tmp_path / "out.jsonl").write_text("precious")

@@ -55,6 +55,7 @@ GRACE_SECONDS = 25.0  # after a polite SIGTERM; torchrun kills after 30
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process without running destructors, which could wait for workers that are gone."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all; until `obey_signals` it ends this one, silently
     code = EXIT_FAILED
     try:
         code = work(list(sys.argv[1:] if argv is None else argv)) or 0  # None: torch's `record` after --help
