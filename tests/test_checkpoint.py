@@ -113,7 +113,7 @@ def test_another_shape_is_refused_with_the_difference(tmp_path):
         checkpoint.restore(saved, make_step(layers=2))
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "state"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "{", "[]", '{"format": 1, "step": 1}'])
 def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, damage):
     saved = checkpoint.save(tmp_path, 1, make_step(), {})
     model = saved.path / "model.safetensors"
@@ -122,10 +122,11 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, damage):
     elif damage == "remove":
         model.unlink()
     else:
-        (saved.path / "state.json").write_text("{")
+        (saved.path / "state.json").write_text(damage)
     with pytest.raises(UserError) as error:
         checkpoint.restore(checkpoint.read_checkpoint(saved.path), make_step())
     assert str(saved.path) in str(error.value) and "\n" not in str(error.value)
+    assert "delete its directory" in str(error.value)
 
 
 def test_no_space_leaves_the_old_checkpoint(tmp_path, monkeypatch):

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith import __version__, config
+from draftsmith.__main__ import parse_recipe
 from draftsmith.errors import UserError
+from draftsmith.options import TrainOptions
 
 GOOD = '[target]\nmodel = "m"\nmask_token = 3\n[data]\ncorpus = "c"\n'
 
@@ -33,6 +35,17 @@ def written(tmp_path: Path, text: str) -> Path:
         (GOOD + "[drafter]\nsliding_layers = [0]\n", r"drafter\.window is needed"),
         (GOOD + '[run]\nmode = "fast"\n', r"run\.mode: .*'eager'.*'fast'"),
         (GOOD + "[unit]\nanchor_rate = 2.0\n", r"unit\.anchor_rate must be in \(0, 1\]"),
+        (GOOD + '[optim]\nlr = "0.001"\n', r"r\.toml: optim\.lr: .*'0\.001'"),
+        (GOOD + "[optim]\nlr = inf\n", r"optim\.lr: .*finite"),
+        (GOOD + "[optim]\nepochs = nan\n", r"optim\.epochs: .*finite"),
+        (GOOD + "[optim]\neps = 0\n", r"optim\.eps must be positive"),
+        (GOOD + "[optim]\nweight_decay = -1\n", r"optim\.weight_decay must not be negative"),
+        (GOOD + "[drafter]\nlayers = true\n", r"drafter\.layers: .*True"),
+        (GOOD + "[drafter]\nlayers = 1000000000\n", r"drafter\.layers must be at most 256"),
+        (GOOD + "[drafter]\nwindow = -5\nsliding_layers = [0]\n", r"drafter\.window must be at least 1"),
+        (GOOD + "[run]\nseed = 99999999999999999999\n", r"run\.seed must be at most"),
+        ('[target]\nmodel = ""\n[data]\ncorpus = "c"\n', r"target\.model is empty"),
+        ('[target]\nmodel = "m"\n[data]\ncorpus = ""\n', r"data\.corpus is empty"),
         ('[data]\ncorpus = "c"\n', r"r\.toml: target: .*required"),
         ("[target\n", r"r\.toml: cannot be read as TOML"),
     ],
@@ -49,6 +62,20 @@ def test_paths_are_relative_to_the_recipe_and_hub_ids_stay(tmp_path):
     loaded = config.load(written(tmp_path, '[target]\nmodel = "model"\n[data]\ncorpus = "c"\n'))
     assert loaded.target.model == str(tmp_path / "model") and loaded.data.corpus == str(tmp_path / "c")
     assert config.load(written(tmp_path, GOOD)).target.model == "m"
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
+    assert config.load(path).target.model == "m"
+
+
+def test_flags_are_as_strict_as_the_recipe(tmp_path):
+    path = str(written(tmp_path, GOOD))
+    with pytest.raises(UserError, match="with flags: optim.lr: .*finite"):
+        parse_recipe(TrainOptions, [path, "--optim.lr", "nan"], "draftsmith train", "")
+    options, parsed = parse_recipe(TrainOptions, [path, "--target.taps", "1", "2"], "draftsmith train", "")
+    assert options.recipe == Path(path) and parsed.target.taps == (1, 2)
 
 
 def test_round_trip_and_hash(tmp_path):
@@ -98,3 +125,21 @@ def test_user_mistakes_end_with_code_2_and_one_line(tmp_path):
         out = run(*argv)
         assert out.returncode == 2 and "Traceback" not in out.stderr, (argv, out.stderr)
     assert "did you mean train?" in run("trian").stderr
+
+
+def test_a_worker_process_explains_itself_as_the_command_does(tmp_path):
+    worker = [sys.executable, "-m", "draftsmith.worker"]
+    out = subprocess.run([*worker, "--help"], capture_output=True, text=True, check=False)
+    assert out.returncode == 0 and "usage" in out.stdout and not out.stderr
+    flags = [str(written(tmp_path, GOOD)), "--optim.lr", "x"]
+    out = subprocess.run([*worker, *flags], capture_output=True, text=True, check=False)
+    assert out.returncode == 2 and "Traceback" not in out.stderr
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
+def test_a_reader_that_has_seen_enough_is_no_error(argv):
+    command = [sys.executable, "-m", "draftsmith", *argv]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert not process.stderr.read()
+        assert process.wait() == 0

@@ -423,6 +423,43 @@ def test_killed_preparation_goes_on(target, tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out", "whole"]
 
 
+def test_a_corpus_inside_a_source_folder_is_no_source(target, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", many(6))
+    assert run(target, folder / "corpus", folder, parquet=True).rows_in == 6
+    again = run(target, folder / "corpus", folder, parquet=True, overwrite=True)
+    assert (again.rows_in, again.kept) == (6, 6)
+    with pytest.raises(UserError, match="no data files"):
+        run(target, tmp_path / "other", folder / "corpus")
+
+
+def test_two_commands_cannot_prepare_one_corpus(target, tmp_path):
+    holder = (
+        "import sys; from pathlib import Path; from draftsmith.data.shards import ShardWriter\n"
+        "writer = ShardWriter(Path(sys.argv[1]), 'x'); print('open', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holder, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(UserError, match="another process is writing"):
+            ShardWriter(tmp_path / "out", "y", overwrite=True)
+        other.stdin.close()
+        other.wait()
+    ShardWriter(tmp_path / "out", "y").discard()
+
+
+@pytest.mark.parametrize("key", ["tokenizer_hash", "vocab_size", "template_options"])
+def test_a_manifest_that_lost_a_key_is_named(target, tmp_path, key):
+    run(target, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", many(3)))
+    path = tmp_path / "out" / "manifest.json"
+    values = json.loads(path.read_text())
+    del values[key]
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=f"manifest.json: {key} is missing; prepare the corpus again"):
+        Corpus.open(tmp_path / "out", "train")
+
+
 def test_changed_input_is_not_continued(target, tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", many(10))
     writer = ShardWriter(tmp_path / "out", "other")

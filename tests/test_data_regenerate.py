@@ -216,9 +216,13 @@ def test_rows_that_cannot_be_replied_to_are_counted_and_may_be_tried_again(tmp_p
 
 
 def test_unusable_answers(tmp_path):
-    answers = [{}, {"choices": []}, {"choices": [{"message": {"content": " "}}]}, {"choices": [{"message": None}]}]
+    messages = [
+        {"content": " "}, None, "text", {"content": 3}, {"content": [{"type": "text"}]}, {"content": "\ud800"},
+        {"content": "", "tool_calls": ["f"]}, {"content": "", "tool_calls": {"function": {"name": "f"}}},
+    ]  # fmt: skip
+    answers = [{}, {"choices": []}, *({"choices": [{"message": message}]} for message in messages)]
     source = write_jsonl(tmp_path / "a.jsonl", talks(len(answers) + 1, turns=1))
-    number = lambda body: int(body["messages"][0]["content"][1])  # noqa: E731
+    number = lambda body: int(body["messages"][0]["content"][1:].partition(".")[0])  # noqa: E731
     trouble = lambda body, times: (200, {}, json.dumps(answers[number(body)])) if number(body) < len(answers) else ()  # noqa: E731
     with serving(trouble) as server:
         report = go(source, tmp_path / "out.jsonl", server.url, retries=0)
@@ -256,6 +260,13 @@ def test_users_mistakes(options, tmp_path):
         regenerate(
             RegenerateOptions((str(source),), tmp_path / "out.jsonl", **{"endpoint": "http://localhost:1", **options})
         )
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_the_output_is_not_written_among_its_sources(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", talks(1))
+    with pytest.raises(UserError, match="lies in the source"):
+        go(tmp_path, tmp_path / "out.jsonl", "http://localhost:1")
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -301,11 +312,56 @@ def test_killed_half_way_nothing_is_lost_or_asked_twice(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out.jsonl"]
 
 
-def test_journal_of_another_job_is_refused(tmp_path):
-    Journal(tmp_path / "out.jsonl.journal.jsonl", "other").close()
-    source = write_jsonl(tmp_path / "a.jsonl", talks(1))
+def test_journal_of_another_job_is_refused_if_it_holds_a_reply(tmp_path):
+    path = tmp_path / "out.jsonl.journal.jsonl"
+    source = write_jsonl(tmp_path / "a.jsonl", talks(1, turns=1))
+    journal = Journal(path, "other")
+    journal.add(0, {"role": "assistant", "content": "kept"}, 1)
+    journal.close()
     with pytest.raises(UserError, match="belongs to another job"):
         go(source, tmp_path / "out.jsonl", "http://localhost:1")
+    assert "kept" in path.read_text()
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    with serving() as server:
+        assert go(source, tmp_path / "out.jsonl", server.url).written == 1
+
+
+@pytest.mark.parametrize("line", ["x", "[]", '{"job": 1}\n{"row": 0}'])
+def test_a_damaged_journal_is_named(line, tmp_path):
+    source, path = write_jsonl(tmp_path / "a.jsonl", talks(1)), tmp_path / "out.jsonl.journal.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UserError, match="journal.jsonl: (damaged|belongs)"):
+        go(source, tmp_path / "out.jsonl", "http://localhost:1")
+
+
+def test_two_commands_cannot_write_one_file(tmp_path):
+    source, path = write_jsonl(tmp_path / "a.jsonl", talks(1)), tmp_path / "out.jsonl.journal.jsonl"
+    holder = (
+        "import sys; from pathlib import Path; from draftsmith.data.journal import Journal\n"
+        "journal = Journal(Path(sys.argv[1]), 'x'); print('open', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "open\n"
+    with pytest.raises(UserError, match="another process is writing"):
+        go(source, tmp_path / "out.jsonl", "http://localhost:1")
+    other.communicate("")
+
+
+def test_a_server_of_another_kind_is_named(tmp_path):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>hello</html>")
+
+    source = write_jsonl(tmp_path / "a.jsonl", talks(1))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(UserError, match="/models: .*no JSON: <html>.*OpenAI-compatible"):
+            go(source, tmp_path / "out.jsonl", f"http://127.0.0.1:{server.server_port}", model=None, retries=0)
+        server.shutdown()
 
 
 def test_cut_replies_have_no_end_to_train_on(tmp_path):

@@ -11,7 +11,7 @@ from draftsmith.__main__ import main as command_line
 from draftsmith.data.template import load_tokenizer
 from draftsmith.decode import Cycle, Decoder, Generation
 from draftsmith.errors import UserError
-from draftsmith.evaluate import Answer, Seconds, evaluate, figures, main, open_session, runs, table
+from draftsmith.evaluate import Answer, Seconds, evaluate, figures, main, open_session, read_prompts, runs, table
 from draftsmith.options import EvaluateOptions
 from tiny_models import Trained, own_greedy, random_drafter, save_target, shape_for, tiny_target, write_checkpoint
 
@@ -134,6 +134,21 @@ def test_command_line_writes_json_once(trained, capsys):
         main(replace(options, out=root / "one.jsonl"))
 
 
+def test_a_place_that_cannot_be_written_is_known_before_the_work_and_failed_work_leaves_no_file(trained, tmp_path):
+    options = replace(trained[0], prompts=(tmp_path / "missing.jsonl",))
+    with pytest.raises(UserError, match="one.jsonl.*cannot be written"):
+        main(replace(options, out=trained[3] / "one.jsonl" / "out.json"))
+    with pytest.raises(UserError, match="missing.jsonl: cannot be read"):
+        main(replace(options, out=tmp_path / "out.json"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_line_separators_inside_a_text_end_no_line(tmp_path):
+    text = "one\u2028two\x85three"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"turns": [text]}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert [p.turns for p in read_prompts([tmp_path / "p.jsonl"], None)] == [(text,)]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -143,7 +158,8 @@ def test_command_line_writes_json_once(trained, capsys):
         ({"prompts": ("missing.jsonl",)}, "missing.jsonl: cannot be read"),
         ({"prompts": ("long.jsonl",)}, r"long.jsonl:1: turn 1 makes 6\d\d tokens, the target's context is 512"),
         ({"prompts": ()}, "no prompts"),
-        ({"limit": 0}, "no prompts"),
+        ({"limit": 0}, "--limit"),
+        ({"limit": -1}, "--limit"),
         ({"block": 5}, "--block 5"),
         ({"max_new_tokens": 0}, "--max-new-tokens"),
         ({"temperature": -1.0}, "--temperature"),

@@ -13,9 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith import checkpoint, config
+from draftsmith.data.options import PrepareOptions
+from draftsmith.data.prepare import prepare
 from draftsmith.errors import UserError
 from draftsmith.init import write_recipe
-from draftsmith.options import InitOptions
+from draftsmith.job import open_job
+from draftsmith.launch import launch
+from draftsmith.options import InitOptions, TrainOptions
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED
 from draftsmith.train import train
 from pipeline import records
@@ -162,6 +166,56 @@ def test_refusals_before_anything_is_written(place, tmp_path):
     refused(place, tmp_path, good, "no run to resume", resume=True)
     if not torch.cuda.is_available():
         refused(place, tmp_path, replace(good, run=replace(good.run, device="cuda")), "no CUDA device")
+        refused(place, tmp_path, replace(good, run=replace(good.run, mode="graph")), "needs a CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"restarts": -1}, "--restarts -1"),
+        ({"profile": "a"}, "--profile 'a'"),
+        ({"profile": "5:2"}, "--profile '5:2'"),
+        ({"hosts": "2", "rendezvous": "here"}, "HOST:PORT"),
+        ({"hosts": "2", "rendezvous": "here:99999"}, "HOST:PORT"),
+    ],
+)
+def test_flags_are_refused_before_anything_is_written(place, tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        launch(TrainOptions(place / "recipe.toml", run=tmp_path / "run", **flags), recipe(place))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_holds_any_path_and_option_name(place, tmp_path):
+    home = tmp_path / 'größe 😀 "x"'
+    shutil.copytree(place / "target", home / "target")
+    options = PrepareOptions(
+        sources=(str(place / "chat.jsonl"),), model=str(home / "target"), out=home / "corpus", held_out=0.1,
+        template_options={"two words": "ä"},
+    )  # fmt: skip
+    prepare(options)
+    write_recipe(InitOptions(options.model, options.out, home / "r.toml"))
+    c = config.load(home / "r.toml")
+    assert c.target.model == options.model and c.target.template_options == options.template_options
+    assert open_job(c).corpus.directory == home / "corpus"
+
+
+def test_a_corpus_that_is_all_held_out_is_refused(place, tmp_path):
+    line = (place / "chat.jsonl").read_text().partition("\n")[0]
+    (tmp_path / "one.jsonl").write_text(line)
+    out = tmp_path / "corpus"
+    prepare(PrepareOptions((str(tmp_path / "one.jsonl"),), str(place / "target"), out, held_out=0.999999))
+    with pytest.raises(UserError, match="no documents to train on.*--held-out"):
+        write_recipe(InitOptions(str(place / "target"), out, tmp_path / "r.toml"))
+    c = recipe(place)
+    with pytest.raises(UserError, match="no documents to train on.*--held-out"):
+        train(replace(c, data=config.DataConfig(str(out))), tmp_path / "run")
+
+
+@pytest.mark.parametrize("choice", [{"layers": 0}, {"layers": -1}, {"block": 1}, {"block": 100_000}])
+def test_init_writes_no_recipe_that_train_refuses(place, tmp_path, choice):
+    with pytest.raises(UserError, match=f"drafter.{next(iter(choice))} must be at"):
+        write_recipe(InitOptions(str(place / "target"), place / "corpus", tmp_path / "r.toml", **choice))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(place, tmp_path):
@@ -172,6 +226,8 @@ def test_a_corpus_of_another_tokenizer_is_refused(place, tmp_path):
     c = recipe(place)
     with pytest.raises(UserError, match="prepared with the tokenizer"):
         train(replace(c, target=replace(c.target, model=str(other))), tmp_path / "run")
+    with pytest.raises(UserError, match="prepared with the tokenizer"):
+        write_recipe(InitOptions(str(other), place / "corpus", tmp_path / "r.toml"))
 
 
 def test_a_run_directory_is_never_overwritten_and_a_resumed_recipe_stays(place, tmp_path):
@@ -183,6 +239,10 @@ def test_a_run_directory_is_never_overwritten_and_a_resumed_recipe_stays(place, 
         train(recipe(place, steps=4), run, resume=True)
     with pytest.raises(UserError, match="drafter.layers was 1 and is 2"):
         train(recipe(place, steps=2, layers=2), run, resume=True)
+    for damage in ("x", "[]", "{}", '{"recipe": {}}'):
+        (run / "config.json").write_text(damage)
+        with pytest.raises(UserError, match="config.json: .*damaged"):
+            train(recipe(place, steps=2), run, resume=True)
 
 
 def test_sigterm_checkpoints_and_exits_3_and_resume_finishes(place, tmp_path):

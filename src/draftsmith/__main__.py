@@ -1,6 +1,7 @@
 """The command line. Imports no torch: each command's options and code are imported when it is called."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,18 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `draftsmith` and `python -m draftsmith`; exits with 0, 1 (failed), 2 (user's mistake) or 3 (stopped)."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            command_line(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def command_line(argv: list[str]) -> None:
+    """One command line, to its exit."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         sys.exit(0 if argv else 2)
@@ -118,8 +130,7 @@ def parse_recipe(options_type: type, argv: list[str], prog: str, summary: str) -
         recipe_keys: Annotated[config.Config, tyro.conf.arg(name="")] = default
 
     parsed = tyro.cli(Arguments, args=argv, prog=prog, description=summary)
-    config.check(parsed.recipe_keys, f"{recipe} with flags")
-    return parsed.options, parsed.recipe_keys
+    return parsed.options, config.from_dict(parsed.recipe_keys.to_dict(), f"{recipe} with flags")
 
 
 def load(place: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.disk import flush
+from draftsmith.disk import flush, read_object
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _STEP = re.compile(r"step_(\d+)")
+DAMAGED = "if the checkpoint is damaged, delete its directory: the one before it is taken"
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,11 @@ def list_checkpoints(run: Path) -> list[Checkpoint]:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Open state.json of one checkpoint directory."""
-    try:
-        state = json.loads((path / "state.json").read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: is not a checkpoint (it has no state.json)") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path / 'state.json'}: cannot be read: {error}") from None
-    if state.get("format") != FORMAT:
-        raise UserError(f"{path / 'state.json'}: format {state.get('format')!r}, this version reads {FORMAT}")
+    if not (path / "state.json").is_file():
+        raise UserError(f"{path}: is not a checkpoint (it has no state.json)")
+    state = read_object(path / "state.json", {"format": int, "step": int, "drafter": dict}, DAMAGED)
+    if state["format"] != FORMAT:
+        raise UserError(f"{path / 'state.json'}: format {state['format']!r}, this version reads {FORMAT}")
     return Checkpoint(path, state["step"], state)
 
 
@@ -276,7 +274,7 @@ def _load(checkpoint: Checkpoint, file: str, prefix: str) -> "dict[str, Tensor]"
             named = {k.removeprefix(prefix): tensors.get_tensor(k) for k in tensors.keys() if k.startswith(prefix)}
         return from_zlab(named, checkpoint.shape)
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}; {DAMAGED}") from None
 
 
 def _difference(checkpoint: Checkpoint, step: "TrainStep") -> str:

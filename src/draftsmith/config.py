@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import tomllib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -17,6 +18,14 @@ from draftsmith.errors import UserError
 
 Mode = Literal["auto", "eager", "compile", "reduce-overhead", "graph"]
 SinkName = Literal["tensorboard", "wandb"]
+
+# A slip of the finger must not ask for memory or threads that no machine has; other numbers end at 2^53.
+MOST = {
+    "drafter.layers": 256, "drafter.block": 1024, "unit.tokens": 2**24 - 1, "unit.anchors": 2**20, "optim.lr": 1000,
+    "optim.epochs": 100_000, "optim.steps": 10**9, "run.save_minutes": 10**7, "run.time_limit": 10**7,
+    "topology.first_patience": 10**8, "topology.patience": 10**8, "run.threads": 1024,
+    "topology.targets": 1024, "topology.trainers": 1024, "topology.slots": 1024,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,7 @@ def load(path: Path) -> Config:
     if path.suffix == ".json":
         return from_dict(read_resolved(path), str(path))
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe; `draftsmith init TARGET CORPUS` writes one") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -213,7 +222,7 @@ def from_dict(values: dict[str, Any], source: str) -> Config:
     """Validate a nested dict; `source` names it in errors."""
     _check_keys(values, Config, source, "")
     try:
-        config = _ADAPTER.validate_python(values)
+        config = _ADAPTER.validate_json(json.dumps(values, default=str))  # lists become tuples, nothing else changes
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -226,7 +235,11 @@ def check(config: Config, source: str) -> None:
     """What types cannot say."""
     c = config
     rules = [
+        (bool(c.target.model), "target.model", "is empty; name a directory in Hugging Face layout, or a hub id"),
+        (c.target.chat_template != "", "target.chat_template", "is empty; name a file, or leave the key out"),
+        (bool(c.data.corpus), "data.corpus", "is empty; name a directory that `draftsmith prepare` wrote"),
         (c.drafter.layers >= 1, "drafter.layers", "must be at least 1"),
+        (c.drafter.window is None or c.drafter.window >= 1, "drafter.window", "must be at least 1"),
         (c.drafter.block >= 2, "drafter.block", "must be at least 2 (the anchor and one drafted token)"),
         (c.unit.tokens >= 16, "unit.tokens", "must be at least 16"),
         (c.unit.anchors >= 1, "unit.anchors", "must be at least 1"),
@@ -241,6 +254,8 @@ def check(config: Config, source: str) -> None:
         (0 <= c.optim.decay <= 1, "optim.decay", "is a share of the steps, in [0, 1]"),
         (0 <= c.optim.min_lr_ratio <= 1, "optim.min_lr_ratio", "must be in [0, 1]"),
         (all(0 <= b < 1 for b in c.optim.betas), "optim.betas", "must be in [0, 1)"),
+        (c.optim.eps > 0, "optim.eps", "must be positive"),
+        (c.optim.weight_decay >= 0, "optim.weight_decay", "must not be negative"),
         (c.optim.clip >= 0, "optim.clip", "must not be negative"),
         (c.optim.max_skipped >= 1, "optim.max_skipped", "must be at least 1"),
         (c.run.threads >= 0, "run.threads", "must not be negative"),
@@ -269,10 +284,19 @@ def check(config: Config, source: str) -> None:
             "drafter.sliding_layers",
             f"must be layers 0..{c.drafter.layers - 1}",
         ),
+        *((abs(value) <= most, key, f"must be at most {most}") for key, value, most in _numbers(c)),
     ]
     for good, key, message in rules:
         if not good:
             raise UserError(f"{source}: {key} {message}")
+
+
+def _numbers(config: Config) -> Iterator[tuple[str, int | float, int]]:
+    """Every key that holds a number, its value, and the most it may be."""
+    for name, section in config.to_dict().items():
+        for key, value in section.items():
+            if isinstance(value, int | float):
+                yield f"{name}.{key}", value, MOST.get(f"{name}.{key}", 2**53)
 
 
 def config_hash(config: Config) -> str:
@@ -284,12 +308,12 @@ def _anchor_paths(values: dict[str, Any], base: Path) -> dict[str, Any]:
     """Paths written in a recipe are relative to the recipe; a target stays as is unless that directory exists."""
     values = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
     data, target = values.get("data"), values.get("target")
-    if isinstance(data, dict) and isinstance(data.get("corpus"), str):
+    if isinstance(data, dict) and isinstance(data.get("corpus"), str) and data["corpus"]:
         data["corpus"] = str(base / data["corpus"])
     if isinstance(target, dict):
-        if isinstance(target.get("model"), str) and (base / target["model"]).is_dir():
+        if isinstance(target.get("model"), str) and target["model"] and (base / target["model"]).is_dir():
             target["model"] = str(base / target["model"])
-        if isinstance(target.get("chat_template"), str):
+        if isinstance(target.get("chat_template"), str) and target["chat_template"]:
             target["chat_template"] = str(base / target["chat_template"])
     return values
 
@@ -314,11 +338,11 @@ def _all_keys(cls: type, prefix: str = "") -> list[str]:
 
 
 def _strict(cls: type) -> TypeAdapter:
-    """pydantic validation of plain dataclasses: no unknown keys, no coercion of strings to numbers."""
+    """pydantic validation of plain dataclasses: no unknown keys, finite numbers, nothing taken for another type."""
     for hint in get_type_hints(cls).values():
         if is_dataclass(hint):
             _strict(hint)
-    cls.__pydantic_config__ = ConfigDict(extra="forbid")
+    cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     return TypeAdapter(cls)
 
 

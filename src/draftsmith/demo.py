@@ -169,8 +169,7 @@ def _read_replies(job: Job) -> list[str]:
     """Lines of the journal up to the last whole batch; a line cut by an interruption is not whole."""
     if not job.replies.is_file():
         return []
-    lines = job.replies.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
+    whole = [line + "\n" for line in job.replies.read_text(encoding="utf-8").split("\n")[:-1]]
     return whole[: len(whole) // REPLY_BATCH * REPLY_BATCH]
 
 

@@ -23,6 +23,7 @@ from draftsmith import models
 from draftsmith.console import Advance, Console
 from draftsmith.data.template import load_tokenizer
 from draftsmith.decode import Cycle, Decoder, Generation, Sampling
+from draftsmith.disk import reserved
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.errors import UserError
 from draftsmith.export import DrafterInfo, check_fits, load_drafter
@@ -102,17 +103,14 @@ def evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[s
 def main(options: EvaluateOptions) -> None:
     """`draftsmith evaluate`: prints the table and writes the JSON."""
     out = options.out or _default_out(options)
-    if out is not None and out.exists():
-        raise UserError(f"{out}: exists already; choose another --out")
-    result = evaluate(options)
-    RichConsole(highlight=False).print(table(result))
-    if out is not None:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{out}: cannot be written: {error}") from None
-        print(out)
+    if out is None:
+        RichConsole(highlight=False).print(table(evaluate(options)))
+        return
+    with reserved(out) as file:
+        result = evaluate(options)
+        RichConsole(highlight=False).print(table(result))
+        file.write(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(out)
 
 
 def open_session(options: EvaluateOptions) -> Session:
@@ -174,12 +172,14 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> t
 
 def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
     """Prompts of all files, the first `limit` of each; a bad line is a UserError that names it."""
+    if limit is not None and limit < 1:
+        raise UserError("--limit must be at least 1")
     prompts: list[Prompt] = []
     stems = [file.stem for file in files]
     for file in files:
         name = file.stem if stems.count(file.stem) == 1 else str(file)
         try:
-            lines = file.read_text(encoding="utf-8-sig").splitlines()
+            lines = file.read_text(encoding="utf-8-sig").split("\n")  # a JSON text may hold U+2028
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from None
         numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
@@ -187,7 +187,7 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
             raise UserError(f'{file}: holds no prompt; each line is {{"turns": ["question", ...]}}')
         prompts += [Prompt(name, f"{file}:{n}", _turns(line, f"{file}:{n}")) for n, line in numbered][:limit]
     if not prompts:
-        raise UserError("no prompts; give files with --prompts, and a --limit of at least 1")
+        raise UserError("no prompts; give files with --prompts")
     return prompts
 
 

@@ -1,9 +1,11 @@
 """Writes a recipe for a target and a prepared corpus, with the reason beside each choice (`draftsmith init`)."""
 
 import json
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.config import from_dict
 from draftsmith.errors import UserError
 from draftsmith.options import InitOptions
 from draftsmith.unit import Documents, UnitShape, fitting_anchor_rate
@@ -44,7 +46,7 @@ def propose_unit(corpus: Documents, block_size: int, device: str = "cpu") -> Uni
 def main(options: InitOptions) -> None:
     """`draftsmith init`."""
     write_recipe(options)
-    print(options.out.read_text())
+    print(options.out.read_text(encoding="utf-8"))
     print(f"wrote {options.out}; next: draftsmith train {options.out}")
 
 
@@ -52,6 +54,7 @@ def write_recipe(options: InitOptions) -> None:
     """Choose every key that depends on the target, the corpus and the device, and write it with its reason."""
     from draftsmith import models
     from draftsmith.data.shards import Corpus
+    from draftsmith.data.template import check_matches
     from draftsmith.drafters.dflash import default_taps
     from draftsmith.job import automatic_device
     from draftsmith.target import describe, find_mask_token
@@ -60,10 +63,14 @@ def write_recipe(options: InitOptions) -> None:
         raise UserError(f"{options.out}: exists already; name another with --out, or delete it yourself")
     directory = models.resolve(options.target, options.revision)
     facts, corpus = describe(directory, options.trust_remote_code), Corpus.open(options.corpus, "train")
+    if not len(corpus):
+        raise UserError(f"{options.corpus}: there are no documents to train on; prepare with a smaller --held-out")
+    made_with = corpus.manifest.chat_template, corpus.manifest.template_options
+    check_matches(corpus.manifest, directory, *made_with, options.trust_remote_code)
     device = automatic_device()
     small = device == "cpu"
-    layers = options.layers or (2 if small else 5)
-    block = options.block or (8 if small else 16)
+    layers = (2 if small else 5) if options.layers is None else options.layers
+    block = (8 if small else 16) if options.block is None else options.block
     mask_token, mask_reason = find_mask_token(directory, options.trust_remote_code)
     gamma, gamma_reason = _gamma(block)
     taps = default_taps(facts.num_layers, max(1, min(max(layers, 3), facts.num_layers - 3)))  # small targets have few
@@ -71,15 +78,15 @@ def write_recipe(options: InitOptions) -> None:
     lines = [
         f"# Written by `draftsmith init {options.target} {options.corpus}`. Any key may be changed, here or as a flag.",
         "[target]",
-        f"model = {json.dumps(_beside(directory if directory.exists() else options.target, options))}",
-        *([f"revision = {json.dumps(options.revision)}"] if options.revision else []),
+        f"model = {_toml(_beside(directory if directory.exists() else options.target, options))}",
+        *([f"revision = {_toml(options.revision)}"] if options.revision else []),
         f"taps = {list(taps)}  # of {facts.num_layers} layers, spread from the second to the third from last",
         f"mask_token = {mask_token}  # {mask_reason}",
         *(["trust_remote_code = true  # the model's own Python code is run"] if options.trust_remote_code else []),
         *_template_lines(corpus.manifest),
         "",
         "[data]",
-        f"corpus = {json.dumps(_beside(options.corpus, options))}",
+        f"corpus = {_toml(_beside(options.corpus, options))}",
         "",
         "[drafter]",
         f"layers = {layers}  # " + ("enough to learn something on a CPU" if layers < 5 else "as published"),
@@ -101,11 +108,17 @@ def write_recipe(options: InitOptions) -> None:
         "epochs = 6.0  # as published",
         "",
     ]
+    _write(options.out, "\n".join(lines))
+
+
+def _write(out: Path, text: str) -> None:
+    """A recipe that `train` would refuse is not written."""
+    from_dict(tomllib.loads(text), f"what --layers and --block ask for in {out}")
     try:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join(lines))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{options.out}: cannot be written: {error}") from None
+        raise UserError(f"{out}: cannot be written: {error}") from None
 
 
 def _gamma(block: int) -> tuple[float, str]:
@@ -114,6 +127,11 @@ def _gamma(block: int) -> tuple[float, str]:
     if block in known:
         return known[block], f"as published for blocks of {block}"
     return round(max(1.0, 1 + 0.375 * block), 1), f"between the published values (7, 5, 4 for 16, 10, 8), for {block}"
+
+
+def _toml(value: str | bool | int) -> str:
+    """A TOML value. JSON's escapes of characters beyond 16 bits are none of TOML's, so characters stand as they are."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _beside(path: Path | str, options: InitOptions) -> str:
@@ -125,8 +143,8 @@ def _template_lines(manifest) -> list[str]:
     """The template choices the corpus was prepared with; training refuses others."""
     lines = []
     if manifest.chat_template:
-        lines.append(f"chat_template = {json.dumps(str(Path(manifest.chat_template).resolve()))}  # as in prepare")
+        lines.append(f"chat_template = {_toml(str(Path(manifest.chat_template).resolve()))}  # as in prepare")
     if manifest.template_options:
-        body = ", ".join(f"{k} = {json.dumps(v)}" for k, v in manifest.template_options.items())
+        body = ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in manifest.template_options.items())
         lines.append(f"template_options = {{ {body} }}  # as in prepare")
     return lines

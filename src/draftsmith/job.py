@@ -146,7 +146,10 @@ def topology_of(config: Config) -> Topology:
     devices = torch.cuda.device_count() if config.run.device != "cpu" and torch.cuda.is_available() else 0
     if config.run.device == "cuda" and not devices:
         raise UserError('run.device = "cuda": this torch sees no CUDA device; use "cpu" or "auto"')
-    return resolve_topology(config, devices)
+    topology = resolve_topology(config, devices)
+    if topology.devices[-1] == "cpu" and config.run.mode == "graph":
+        raise UserError('run.mode = "graph" needs a CUDA device; use "compile" or "eager" on the CPU')
+    return topology
 
 
 def dtype_of(wanted: str, device: torch.device) -> torch.dtype:

@@ -24,6 +24,7 @@ from draftsmith.config import Config
 from draftsmith.console import Console
 from draftsmith.errors import UserError
 from draftsmith.options import StopOptions, TrainOptions
+from draftsmith.profile import profiled_steps
 from draftsmith.run import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -60,6 +61,7 @@ def launch(options: TrainOptions, config: Config) -> int:
     from draftsmith.job import open_job, topology_of
 
     path = options.run or Path("runs") / options.recipe.stem
+    check_options(options)
     if options.topology == "auto":
         from draftsmith.plan import best_topology
 
@@ -77,6 +79,18 @@ def launch(options: TrainOptions, config: Config) -> int:
     if hosts == (1, 1):
         check_run(path, config, options.resume)
     return supervise(options, config, topology, path, hosts)
+
+
+def check_options(options: TrainOptions) -> None:
+    """What would else come out only when models are loaded and a run directory is made."""
+    if options.restarts < 0:
+        raise UserError(f"--restarts {options.restarts}: must not be negative")
+    if options.profile is not None:
+        profiled_steps(options.profile)
+    if options.rendezvous is not None:
+        host, _, port = options.rendezvous.rpartition(":")
+        if not host or not (port.isdigit() and 0 < int(port) < 65536):
+            raise UserError(f"--rendezvous {options.rendezvous!r}: give HOST:PORT, e.g. node0:29400")
 
 
 def hosts_of(options: TrainOptions) -> tuple[int, int]:

@@ -13,7 +13,7 @@ class StepProfiler:
 
     def __init__(self, run: Path, worker: str, steps: str | None):
         self._path = run / "profiles" / f"{worker}.json.gz"
-        self._first, self._last = _range(steps) if steps else (0, -1)
+        self._first, self._last = profiled_steps(steps) if steps else (0, -1)
         self._profiler = None
 
     def before(self, step: int) -> None:
@@ -36,8 +36,8 @@ class StepProfiler:
         self._profiler = None
 
 
-def _range(steps: str) -> tuple[int, int]:
-    """ "20:25" -> (20, 25); "20" -> (20, 20)."""
+def profiled_steps(steps: str) -> tuple[int, int]:
+    """ "20:25" -> (20, 25); "20" -> (20, 20). UserError for anything else."""
     first, _, last = steps.partition(":")
     if not first.isdigit() or not (last or first).isdigit() or int(first) < 1 or int(last or first) < int(first):
         raise UserError(f"--profile {steps!r}: give FIRST:LAST, steps counted from 1, e.g. 20:25")

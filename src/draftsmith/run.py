@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith import __version__
 from draftsmith.config import Config
+from draftsmith.disk import read_object
 from draftsmith.errors import UserError
 
 # Keys that may differ when a run goes on: none of them changes which units are seen or what an update does.
@@ -93,7 +94,7 @@ def check_run(path: Path, config: Config, resume: bool, same_launch: bool = Fals
     if resume:
         if not written.is_file():
             raise UserError(f"{path}: there is no run to resume here (no config.json)")
-        old = json.loads(written.read_text())
+        old = read_written(path)
         _compare(flatten(old["recipe"]), flatten(config.to_dict()), written)
     elif path.exists() and any(p.name not in BEFORE for p in path.iterdir()):
         raise UserError(
@@ -120,7 +121,7 @@ def last_attempt(path: Path) -> tuple[int, list[Owner]] | None:
     """The newest attempt in a run directory and the launchers that started it; None where no run has begun."""
     if not (path / "config.json").is_file():
         return None
-    written = read_config(path)
+    written = read_written(path)
     return written["attempt"], [Owner(**one) for one in written.get("launchers", [])]
 
 
@@ -166,12 +167,10 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def read_config(run: Path) -> dict[str, Any]:
-    """config.json of a run."""
-    try:
-        return json.loads((run / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{run}: is not a run directory: {error}") from None
+def read_written(run: Path) -> dict[str, Any]:
+    """config.json of a run: its resolved recipe and the number of its newest attempt."""
+    remedy = "it is damaged; start a new run (its checkpoints can still be evaluated and exported)"
+    return read_object(run / "config.json", {"recipe": dict, "attempt": int}, remedy)
 
 
 def provenance() -> dict[str, Any]:

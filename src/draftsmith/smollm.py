@@ -85,7 +85,7 @@ def public_prompts(cache: Path | None = None) -> dict[str, list[list[str]]]:
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     raw = path.read_bytes()
     text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def _package_file(package: str, member: str, cache: Path) -> Path:

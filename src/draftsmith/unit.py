@@ -219,7 +219,7 @@ class PlanCache:
 def check_documents(corpus: Documents, shape: UnitShape) -> None:
     """Refuse what can never be packed or trained: it was `prepare`'s work to reject it, counted."""
     if not len(corpus.lengths):
-        raise ValueError("the corpus has no documents")
+        raise ValueError("there are no documents to train on; if all are held out, prepare with a smaller --held-out")
     longest = int(corpus.lengths.max())
     if longest > shape.tokens:
         index = int(corpus.lengths.argmax())

@@ -61,12 +61,15 @@ GRACE_SECONDS = 25.0  # after a polite SIGTERM; torchrun kills after 30
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process without running destructors, which could wait for workers that are gone."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all; until `obey_signals` it ends this one, silently
     code, terminal = EXIT_FAILED, os.dup(2)  # `redirect` sends 2 to the log
     try:
-        code = work(list(sys.argv[1:] if argv is None else argv))
+        code = work(list(sys.argv[1:] if argv is None else argv)) or 0  # None: torch's `record` after --help
     except UserError as error:
         code = EXIT_USER
         last_word(f"draftsmith: {error}", terminal)
+    except SystemExit as end:  # flags that cannot be parsed
+        code = end.code
     except PeerLost as error:
         code = EXIT_PEER
         last_word(f"draftsmith: {error}", terminal)

@@ -66,8 +66,12 @@ class Endpoint:
     async def model(self) -> str:
         """The model's name in requests: as given, else the first that the server lists."""
         if self._model is None:
-            listed = await self._request("GET", "/models", None)
-            names = [entry.get("id") for entry in listed.get("data") or [] if isinstance(entry, dict)]
+            try:
+                listed = await self._request("GET", "/models", None)
+            except RowFailed as error:
+                raise UserError(f"{self._url}/models: {error}; is this an OpenAI-compatible server?") from None
+            entries = listed.get("data")
+            names = [e.get("id") for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
             if not names or not isinstance(names[0], str):
                 raise UserError(f"{self._url}/models: lists no model; name one with --model")
             self._model = names[0]
@@ -96,7 +100,7 @@ class Endpoint:
                 response = await self._client.request(method, self._url + path, json=body)
             except httpx.InvalidURL as error:
                 raise UserError(f"{self._url}: is no address: {error}") from None
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 problem = f"{type(error).__name__} {error}".strip()
                 continue
             if response.status_code in _WRONG_ADDRESS:
@@ -144,10 +148,17 @@ def _answer(value: dict[str, Any]) -> Answer:
     said = choice.get("message")
     if not isinstance(said, dict):
         raise RowFailed(f"the answer has no message: {json.dumps(value)[:200]}")
-    message: Message = {"role": "assistant", "content": said.get("content") or ""}
+    content, calls = said.get("content"), said.get("tool_calls") or []
+    if not isinstance(content, str | None):
+        raise RowFailed(f"the reply's content is no text: {json.dumps(content)[:200]}")
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise RowFailed(f"the reply's tool_calls are none: {json.dumps(calls)[:200]}")
+    message: Message = {"role": "assistant", "content": content or ""}
     reasoning = said.get("reasoning_content") or said.get("reasoning")
     message |= {"reasoning_content": reasoning} if isinstance(reasoning, str) and reasoning else {}
-    message |= {"tool_calls": said["tool_calls"]} if said.get("tool_calls") else {}
+    message |= {"tool_calls": calls} if calls else {}
+    if any("\ud800" <= c <= "\udfff" for c in json.dumps(message, ensure_ascii=False)):
+        raise RowFailed("the reply holds half of a UTF-16 pair, which is no character")
     if len(message) == 2 and not message["content"].strip():
         raise RowFailed("the reply is empty")
     message |= {"finish_reason": "length"} if choice.get("finish_reason") == "length" else {}
@@ -156,10 +167,16 @@ def _answer(value: dict[str, Any]) -> Answer:
     return Answer(message, tokens if isinstance(tokens, int) else 0)
 
 
+def _is_call(call: Any) -> bool:
+    """Whether a tool call names its function."""
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
 def _retry_after(response: httpx.Response) -> float:
     """Seconds that the server asks to wait; it may also give a date, which is taken as no wish."""
     given = response.headers.get("retry-after", "")
-    return min(float(given), _LONGEST_WAIT) if given.isdigit() else 0.0
+    return min(float(given), _LONGEST_WAIT) if given.isdecimal() else 0.0
 
 
 def _text(response: httpx.Response) -> str:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from draftsmith.disk import lock
 from draftsmith.errors import UserError
 
 Message = dict[str, Any]
@@ -29,28 +30,38 @@ class Journal:
             self._file = open(path, "a+b")
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        lock(self._file, str(path))
         self._file.seek(0)
         if not self._take_over(fingerprint):
             self._write({"job": fingerprint})
 
     def _take_over(self, fingerprint: str) -> bool:
-        """Index the complete lines; cut off what follows the last one."""
-        at = 0
+        """Index the complete lines; cut off what follows the last one. Another job that got no reply leaves the place."""
+        at, ours = 0, True
         for line in self._file:
             if not line.endswith(b"\n"):
                 break
-            record = json.loads(line)
-            if at == 0 and record.get("job") != fingerprint:
-                self._file.close()
-                raise UserError(
-                    f"{self.path}: belongs to another job (other options or sources); repeat that command to finish it, "
+            try:
+                record = json.loads(line)
+                ours = record["job"] == fingerprint if at == 0 else ours
+                if ours and at:
+                    self._index(record, at, len(line))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise self._refused(f"damaged at byte {at}; delete it to drop its replies") from None
+            at += len(line)
+            if at > len(line) and not ours:
+                raise self._refused(
+                    "belongs to another job (other options or sources); repeat that command to finish it, "
                     "name another --out, or delete the file to drop its replies"
                 )
-            self._index(record, at, len(line))
-            at += len(line)
+        at = at if ours else 0
         self._file.truncate(at)
         self._file.seek(0, os.SEEK_END)
         return at > 0
+
+    def _refused(self, why: str) -> UserError:
+        self._file.close()
+        return UserError(f"{self.path}: {why}")
 
     def count(self, row: int) -> int:
         """Replies of a row that are there, from the first on."""
@@ -77,10 +88,9 @@ class Journal:
         self.failed[row] = reason
 
     def _index(self, record: dict[str, Any], at: int, length: int) -> None:
-        if "row" in record:
-            self._places[record["row"]][record["reply"]] = (at, length)
-            self.tokens += record["tokens"]
-            self.cut += record["message"].get("finish_reason") == "length"
+        self._places[record["row"]][record["reply"]] = (at, length)
+        self.tokens += record["tokens"]
+        self.cut += record["message"].get("finish_reason") == "length"
 
     def _write(self, record: dict[str, Any]) -> tuple[int, int]:
         line = json.dumps(record).encode() + b"\n"

@@ -305,6 +305,9 @@ def _check(options: RegenerateOptions) -> None:
         raise UserError(f"{options.out}: exists already; name another file, or add --overwrite")
     if not options.out.absolute().parent.is_dir():
         raise UserError(f"{options.out}: its folder does not exist")
+    inside = [s for s in options.sources if Path(s).is_dir() and Path(s).resolve() in options.out.resolve().parents]
+    if inside:
+        raise UserError(f"{options.out}: lies in the source {inside[0]}, which would then be read; write it elsewhere")
     rules = [
         (options.concurrency >= 1, "--concurrency", "must be at least 1"),
         (options.retries >= 0, "--retries", "must not be negative"),
@@ -322,7 +325,7 @@ def _key(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8").strip().splitlines()[0]
+        return path.read_text(encoding="ascii").strip().splitlines()[0]
     except (OSError, UnicodeDecodeError, IndexError) as error:
         raise UserError(f"{path}: no API key can be read: {error}") from None
 

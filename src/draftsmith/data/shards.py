@@ -13,11 +13,11 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TextIO
 
 import numpy as np
 
-from draftsmith.disk import flush
+from draftsmith.disk import flush, lock, read_object
 from draftsmith.errors import UserError
 
 FORMAT = 1
@@ -84,19 +84,15 @@ class Corpus:
 def read_manifest(directory: Path) -> Manifest:
     """manifest.json of a corpus directory."""
     path = directory / "manifest.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{directory}: not a prepared corpus (no manifest.json); `draftsmith prepare` writes one"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        found = values.get("format") if isinstance(values, dict) else None
-        raise UserError(f"{path}: corpus format {found!r}, this version reads {FORMAT}; prepare the corpus again")
+    if not path.is_file():
+        raise UserError(f"{directory}: not a prepared corpus (no manifest.json); `draftsmith prepare` writes one")
+    again = "prepare the corpus again"
+    if (found := read_object(path, {}, again).get("format")) != FORMAT:
+        raise UserError(f"{path}: corpus format {found!r}, this version reads {FORMAT}; {again}")
+    needed = {"model": str, "tokenizer_hash": str, "vocab_size": int, "template_options": dict, "counts": dict}
+    values = read_object(path, needed, again)
     known = {f.name for f in fields(Manifest)}
-    return Manifest(**{name: value for name, value in values.items() if name in known})
+    return Manifest(**{"template_hash": None} | {name: value for name, value in values.items() if name in known})
 
 
 def count_anchors(mask: np.ndarray) -> int:
@@ -129,6 +125,7 @@ class ShardWriter:
         if self.out.exists() and not overwrite:
             raise UserError(f"{self.out}: exists already; name another directory, or add --overwrite")
         self._sizes = self._take_over()
+        self._lock = self._hold()
         for name in self._names():
             self._files[name] = self._open(name)
         if self.progress is None:
@@ -182,7 +179,7 @@ class ShardWriter:
             _write(self.staging / name, json.dumps(value, indent=1, ensure_ascii=False).encode())
         for name, content in extra.items():
             _write(self.staging / name, content)
-        for name in ("progress.json", "hashes.bin"):
+        for name in ("progress.json", "hashes.bin", "lock"):
             (self.staging / name).unlink(missing_ok=True)
         flush(self.staging)
         old = self.out.with_name(f".{self.out.name}.old")
@@ -192,6 +189,7 @@ class ShardWriter:
             shutil.rmtree(old, ignore_errors=True)
             os.rename(self.out, old)
         os.rename(self.staging, self.out)
+        self._lock.close()
         flush(self.out.parent)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -207,12 +205,23 @@ class ShardWriter:
         """Close and remove the unfinished directory."""
         for file in self._files.values():
             file.raw.close() if hasattr(file, "raw") else file.close()
+        self._lock.close()
         shutil.rmtree(self.staging, ignore_errors=True)
+
+    def _hold(self) -> TextIO:
+        """The unfinished directory's lock; UserError where another process prepares there."""
+        try:
+            file = (self.staging / "lock").open("a")
+        except OSError as error:
+            raise UserError(f"{self.out}: cannot be written: {error}") from None
+        lock(file, str(self.staging))
+        return file
 
     def _take_over(self) -> dict[str, int]:
         """Sizes to go on from, after checking that the unfinished directory belongs to this preparation."""
         record = self.staging / "progress.json"
         if self.staging.exists():
+            self._hold().close()
             saved = json.loads(record.read_text()) if record.exists() else None
             if saved is not None and saved["fingerprint"] == self._fingerprint:
                 self.progress = saved["state"]

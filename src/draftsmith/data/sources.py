@@ -158,9 +158,13 @@ def _folder(path: Path, remarks: list[str]) -> list[Path]:
     state = path / "state.json"
     if state.is_file() and (path / "dataset_info.json").is_file():
         return [_readable(path / item["filename"]) for item in _json(state).get("_data_files", [])]
+    corpora = {mark.parent.parent for mark in path.rglob("train/offsets.bin")}
+    remarks += [f"{corpus}: is a prepared corpus and was left out" for corpus in sorted(corpora)]
     found, ignored = [], []
     for file in sorted(path.rglob("*")):
         if not file.is_file() or any(part.startswith(".") for part in file.relative_to(path).parts):
+            continue
+        if not corpora.isdisjoint(file.parents):
             continue
         stem = file.name.lower()
         known = any(stem.endswith(ext + packed) for ext in _EXTENSIONS for packed in _PACKED)
