@@ -407,7 +407,7 @@ def test_mode_compile_passes_with_its_compiler(place, tmp_path, workers):
 
 
 def test_train_refuses_what_the_quick_half_finds(place, tmp_path, capsys):
-    words = ["train", str(place / "recipe.toml"), "--run", str(tmp_path / "run"), "--drafter.layers", "300000"]
+    words = ["train", str(place / "recipe.toml"), "--run", str(tmp_path / "run"), "--run.keep_last", "1000000000"]
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2 and not (tmp_path / "run").exists()

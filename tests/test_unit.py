@@ -59,6 +59,13 @@ def test_units_equal_golden_values_in_any_order_and_in_another_process(tmp_path)
     assert out.stdout.strip() == str(GOLDEN)
 
 
+def test_a_plan_that_cannot_be_kept_is_made_anew(tmp_path):
+    (tmp_path / "file").write_text("")
+    corpus = random_corpus([30, 50, 20, 40, 44, 61])
+    kept = UnitSequence(corpus, SHAPE, seed=1, plans=PlanCache(tmp_path / "file" / "plans"))
+    assert np.array_equal(kept.unit(5).ids, UnitSequence(corpus, SHAPE, seed=1).unit(5).ids)
+
+
 def test_counter_hash_golden():
     assert [int(x) for x in hash64(5, 7, np.arange(3))] == [
         7544007345247468926,

@@ -8,6 +8,7 @@ versions and thread counts cannot change them; UNIT_LAW names the algorithm and 
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -208,11 +209,15 @@ class PlanCache:
             with np.load(path) as data:
                 return [row.tolist() for row in np.split(data["documents"], data["ends"][:-1])]
         rows = plan()
-        self.directory.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{id(rows):x}.npz")
         ends = np.cumsum([len(r) for r in rows])
-        np.savez(temporary, documents=np.concatenate([np.asarray(r, np.int64) for r in rows]), ends=ends)
-        temporary.replace(path)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            np.savez(temporary, documents=np.concatenate([np.asarray(r, np.int64) for r in rows]), ends=ends)
+            temporary.replace(path)
+        except OSError:  # a full disk: others plan anew, and the next checkpoint says what is wrong
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         return rows
 
 
