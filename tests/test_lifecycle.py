@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,10 @@ from draftsmith.run import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_STOPPED,
+    EXIT_TERMINATED,
     EXIT_USER,
     check_run,
+    write_json,
 )
 from draftsmith.train import train
 from pipeline import (
@@ -149,6 +152,17 @@ def test_killed_launchers_detach_status_and_sigterm(place, uncut):
     check_nothing_left(run, 3)
     assert train(recipe(place, 2, 1, **SPARSE, save_every=10), run, resume=True) == EXIT_DONE
     check_as_uncut(run, uncut)
+
+
+def test_a_worker_that_starts_after_its_launchers_end_ends_too(place):
+    written = place / "orphan.json"
+    write_json(written, {"recipe": recipe(place, 1, 1, "processes").to_dict()})
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    argv = [sys.executable, "-m", "draftsmith.worker", str(written), "--run", str(place / "orphan")]
+    done = subprocess.run([*argv, "--launcher", str(gone.pid)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (EXIT_TERMINATED, "", "")
+    assert not (place / "orphan").exists()
 
 
 # In one process -------------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def run_workers(
         logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
         signals_to_handle="SIGQUIT",  # SIGTERM and SIGINT are ours
     )
-    argv = ["-m", "draftsmith.worker", str(recipe_of(path)), "--run", str(path)]
+    argv = ["-m", "draftsmith.worker", str(recipe_of(path)), "--run", str(path), "--launcher", str(os.getpid())]
     argv += ["--resume"] * resume + (["--profile", options.profile] if options.profile else [])
     try:
         launch_agent(launch_config, sys.executable, argv)

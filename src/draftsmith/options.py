@@ -55,6 +55,14 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
+class WorkerOptions(TrainOptions):
+    """One worker process of a recipe; torchrun or `draftsmith train` starts it."""
+
+    launcher: int | None = None
+    """Process id of the launcher, which the worker must not outlive; default: whatever process started it."""
+
+
+@dataclass(frozen=True)
 class StopOptions:
     """Asks a run to checkpoint and end after the step it is at."""
 

@@ -32,7 +32,7 @@ from draftsmith.host import Mail, Notes, log_name, patience_of, run_places
 from draftsmith.job import open_job, topology_of
 from draftsmith.loop import StopRequest
 from draftsmith.mailbox import PeerLost
-from draftsmith.options import TrainOptions
+from draftsmith.options import TrainOptions, WorkerOptions
 from draftsmith.run import (
     EXIT_FAILED,
     EXIT_PEER,
@@ -95,8 +95,8 @@ def last_word(text: str, terminal: int) -> None:
 @record  # torchrun shows the error of the first worker that failed
 def work(argv: list[str]) -> int:
     """Meet the others, play the role."""
-    end_with_parent()
-    options, config = parse_recipe(TrainOptions, argv, "draftsmith.worker", "a worker process")
+    options, config = parse_recipe(WorkerOptions, argv, "draftsmith.worker", "a worker process")
+    end_with(options.launcher or os.getppid())
     rank, size, local, per_host, restart = (
         int(os.environ.get(name, -1))
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
@@ -209,11 +209,10 @@ def meet_cell(world: World, place: Place, attempt: int, config: Config) -> list[
     return [Mail(place, attempt, patience_of(config), sockets, listener)]
 
 
-def end_with_parent() -> None:
-    """A worker never outlives its launcher, however that ends (PR_SET_PDEATHSIG)."""
-    parent = os.getppid()
+def end_with(launcher: int) -> None:
+    """A worker never outlives its launcher, however that ends (PR_SET_PDEATHSIG), also when it had ended before."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if os.getppid() != launcher:
         os._exit(EXIT_TERMINATED)
 
 
