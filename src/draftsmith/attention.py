@@ -11,6 +11,7 @@ both ascending -> [A*B, h, d].
     flex        flex_attention with a closed-form BlockMask (attention_flex.py). CUDA shapes that the kernels do not know
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["reference", "op", "flex"]
 CHUNK_QUERIES = 128  # block tokens that share one SDPA call on CPU
+# A chunk's context is rounded out to whole multiples: oneDNN keeps a compiled kernel for every shape it meets in bfloat16,
+# up to 1,024 of them, which took 700 MiB over 300 steps of the demo.
+GRAIN = 64
 
 
 @dataclass(frozen=True)
@@ -147,11 +151,11 @@ def reference_attention(
     """Exact attention by SDPA with a boolean mask, per document in chunks of blocks: the CPU path and the GPU's parity
     reference. Reads anchors and starts on the host, so it is no part of a CUDA graph."""
     out = []
-    for first, last, start, end in _chunks(anchors.tolist(), starts.tolist(), max(1, CHUNK_QUERIES // block_size)):
+    for first, last, start, seen in _chunks(anchors.tolist(), starts.tolist(), block_size, len(context_k)):
         rows = slice(first * block_size, last * block_size)
-        mask = block_mask(anchors[first:last], start, end, block_size, window)
-        keys = torch.cat((context_k[start:end], k[rows]))
-        values = torch.cat((context_v[start:end], v[rows]))
+        mask = block_mask(anchors[first:last], start, seen, block_size, window)
+        keys = torch.cat((context_k[seen], k[rows]))
+        values = torch.cat((context_v[seen], v[rows]))
         out.append(_sdpa(q[rows], keys, values, mask))
     return torch.cat(out)
 
@@ -164,10 +168,10 @@ def reference_backward(
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, context_k, context_v)]
     grad_q, grad_k, grad_v, grad_context_k, grad_context_v = grads
     group = q.shape[1] // k.shape[1]
-    for first, last, start, end in _chunks(anchors.tolist(), starts.tolist(), max(1, CHUNK_QUERIES // block_size)):
+    for first, last, start, seen in _chunks(anchors.tolist(), starts.tolist(), block_size, len(context_k)):
         rows = slice(first * block_size, last * block_size)
-        mask = block_mask(anchors[first:last], start, end, block_size, window)
-        keys, values = (torch.cat((c[start:end], b[rows])) for c, b in ((context_k, k), (context_v, v)))
+        mask = block_mask(anchors[first:last], start, seen, block_size, window)
+        keys, values = (torch.cat((c[seen], b[rows])) for c, b in ((context_k, k), (context_v, v)))
         x, d = (y[rows].unflatten(1, (-1, group)) for y in (q, grad))  # [n, g, group, d]
         scores = torch.einsum("nghd,mgd->ghnm", x, keys) * q.shape[2] ** -0.5
         p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
@@ -176,18 +180,19 @@ def reference_backward(
         grad_q[rows] = torch.einsum("ghnm,mgd->nghd", grad_s, keys).flatten(1, 2)
         grad_keys, grad_values = torch.einsum("ghnm,nghd->mgd", grad_s, x), torch.einsum("ghnm,nghd->mgd", p, d)
         for whole, part in ((grad_context_k, grad_keys), (grad_context_v, grad_values)):
-            whole[start:end] += part[: end - start]
-        grad_k[rows], grad_v[rows] = grad_keys[end - start :], grad_values[end - start :]
+            whole[seen] += part[: seen.stop - seen.start]
+        grad_k[rows], grad_v[rows] = (part[seen.stop - seen.start :] for part in (grad_keys, grad_values))
     return grad_q, grad_k, grad_v, grad_context_k, grad_context_v
 
 
-def block_mask(anchors: Tensor, start: int, end: int, block_size: int, window: int | None) -> Tensor:
-    """Boolean [a*B, (end - start) + a*B] for blocks of one document: context columns first, then the blocks' own slots."""
+def block_mask(anchors: Tensor, start: int, seen: slice, block_size: int, window: int | None) -> Tensor:
+    """Boolean [a*B, columns + a*B] for blocks of a document that starts at `start`: the context columns `seen` first, then
+    the blocks' own slots."""
     device, count = anchors.device, anchors.numel()
     slot = torch.arange(block_size, device=device)
-    column = torch.arange(start, end, device=device)
+    column = torch.arange(seen.start, seen.stop, device=device)
     position = (anchors[:, None] + slot).flatten()  # [a*B] row position of each query
-    context = (column < anchors[:, None]).repeat_interleave(block_size, 0)
+    context = ((column >= start) & (column < anchors[:, None])).repeat_interleave(block_size, 0)
     own = torch.ones(block_size, block_size, dtype=torch.bool, device=device)
     if window is not None:
         context = context & (position[:, None] - column < window)
@@ -195,14 +200,17 @@ def block_mask(anchors: Tensor, start: int, end: int, block_size: int, window: i
     return torch.cat((context, torch.block_diag(*[own] * count)), dim=1)
 
 
-def _chunks(anchors: list[int], starts: list[int], blocks: int):
-    """Runs of at most `blocks` anchors of one document: (first, last, context start, context end)."""
-    first = 0
+def _chunks(
+    anchors: list[int], starts: list[int], block_size: int, tokens: int
+) -> Iterator[tuple[int, int, int, slice]]:
+    """Runs of at most CHUNK_QUERIES block tokens of one document: (first anchor, last, document start, context columns)."""
+    first, blocks = 0, max(1, CHUNK_QUERIES // block_size)
     while first < len(anchors):
         last = first + 1
         while last < len(anchors) and last - first < blocks and starts[last] == starts[first]:
             last += 1
-        yield first, last, starts[first], anchors[last - 1]
+        start, end = starts[first], anchors[last - 1]
+        yield first, last, start, slice(start // GRAIN * GRAIN, min(tokens, -(-end // GRAIN) * GRAIN))
         first = last
 
 
