@@ -612,10 +612,8 @@ def test_plain_text_fits_any_template(target, tmp_path):
 
 def test_the_real_small_model(tmp_path):
     """SmolLM2's own tokenizer and template: the mask on a hand-written conversation."""
-    from draftsmith.smollm import default_cache, smollm_directory
+    from draftsmith.smollm import smollm_directory
 
-    if not any(default_cache().glob("SmolLM2*")):
-        pytest.skip("SmolLM2 is not in the cache; the demo and test_smollm.py put it there")
     target = smollm_directory()
     row = {
         "messages": [

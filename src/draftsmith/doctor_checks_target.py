@@ -7,7 +7,7 @@ from draftsmith.data.shards import Corpus
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
 from draftsmith.errors import UserError
 from draftsmith.job import Job, dtype_of
-from draftsmith.target import Target
+from draftsmith.target import Target, own_attention
 from draftsmith.target_facts import read_config
 from draftsmith.target_load import load_decoder
 from draftsmith.unit import Unit
@@ -128,9 +128,7 @@ def own_hidden_states(
         return tuple(state[0].to(device) for state in out.hidden_states)
 
     eager = states()
-    try:
-        decoder.set_attn_implementation("sdpa")
-    except ValueError:  # the family has no other
+    if own_attention(decoder) != "sdpa":  # the family has no other
         return eager, [0.0] * len(eager)
     return eager, [NOISE_FACTOR * apart(other, own) for other, own in zip(states(), eager, strict=True)]
 

@@ -21,6 +21,7 @@ from draftsmith.errors import UserError
 from draftsmith.loop import Plan
 from draftsmith.sinks import require
 from draftsmith.step import Tables
+from draftsmith.step_modes import resolve_mode
 from draftsmith.target import RowPlan, Target, check_mask_token, load_tables
 from draftsmith.topology import Place, Topology, resolve_topology
 from draftsmith.unit import (
@@ -147,8 +148,8 @@ def topology_of(config: Config) -> Topology:
     if config.run.device == "cuda" and not devices:
         raise UserError('run.device = "cuda": this torch sees no CUDA device; use "cpu" or "auto"')
     topology = resolve_topology(config, devices)
-    if topology.devices[-1] == "cpu" and config.run.mode == "graph":
-        raise UserError('run.mode = "graph" needs a CUDA device; use "compile" or "eager" on the CPU')
+    if config.run.mode == "graph":
+        resolve_mode(config.run.mode, torch.device(topology.devices[-1]))
     return topology
 
 

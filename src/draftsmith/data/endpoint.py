@@ -49,7 +49,7 @@ class Endpoint:
         retries: int,
         timeout: float,
         connections: int,
-    ):  # noqa: E501
+    ):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._url, self._model, self._sampling, self._retries = url.rstrip("/"), model, sampling, retries
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
