@@ -25,6 +25,11 @@ HYBRID = dict(
 MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=HIDDEN)
 MROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]})
+WIDTHS = (
+    "hidden_size", "intermediate_size", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+    "v_head_dim", "moe_intermediate_size", "linear_key_head_dim", "linear_value_head_dim", "mamba_d_ssm", "mamba_d_head",
+    "mamba_d_state", "shared_expert_intermediate_size", "query_pre_attn_scalar", "out_hidden_size",
+)  # fmt: skip
 
 # family -> (config class, what differs from COMMON, packed?)
 FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -48,18 +53,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
 }  # fmt: skip
 
 
-def family_config(family: str) -> Any:
+def family_config(family: str, scale: int = 1) -> Any:
+    """`scale` multiplies all widths: kernels for GPUs take no heads of fewer than 16."""
     name, changes, _ = FAMILIES[family]
-    values = {k: v for k, v in {**COMMON, **changes}.items() if v is not None}
+    values = {k: v * scale if k in WIDTHS else v for k, v in {**COMMON, **changes}.items() if v is not None}
     if family == "qwen2_5_vl":
         values.pop("head_dim")
-        return transformers.Qwen2_5_VLConfig(text_config=values, vision_config=VISION)
+        sections = [n * scale for n in MROPE["rope_parameters"]["mrope_section"]]
+        values["rope_parameters"] = MROPE["rope_parameters"] | {"mrope_section": sections}
+        vision = {k: v * scale if k in WIDTHS else v for k, v in VISION.items()}
+        return transformers.Qwen2_5_VLConfig(text_config=values, vision_config=vision)
     return getattr(transformers, name)(**values)
 
 
-def save_family(family: str, directory: Path, dtype: torch.dtype = torch.float32, **saving: Any) -> torch.nn.Module:
+def save_family(
+    family: str, directory: Path, dtype: torch.dtype = torch.float32, scale: int = 1, **saving: Any
+) -> torch.nn.Module:
     """A random model of the family in `directory`; returns it (eager attention, so that every family's own rule runs)."""
-    config = family_config(family)
+    config = family_config(family, scale)
     torch.manual_seed(0)
     kind = transformers.AutoModelForImageTextToText if family == "qwen2_5_vl" else transformers.AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager", dtype=dtype).eval()

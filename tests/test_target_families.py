@@ -49,7 +49,7 @@ def documents(seed: int = 0) -> list[torch.Tensor]:
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Largest difference of any tap relative to that layer's RMS."""
-    got, want = got.unflatten(-1, (len(TAPS), HIDDEN)), want.unflatten(-1, (len(TAPS), HIDDEN))
+    got, want = got.unflatten(-1, (len(TAPS), -1)), want.unflatten(-1, (len(TAPS), -1))
     rms = want.square().mean((0, 2)).sqrt()
     return float(((got - want).abs().amax((0, 2)) / rms).max())
 
