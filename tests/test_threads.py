@@ -13,6 +13,7 @@ from draftsmith.host import Meeting
 from draftsmith.loss import Head
 from draftsmith.step import Tables, TrainStep
 from draftsmith.step_modes import COMPILE_LOCK
+from draftsmith.target_run import FixedShape
 from draftsmith.unit import UnitSequence, UnitShape
 from toy import random_corpus
 
@@ -123,3 +124,20 @@ def test_a_recompile_after_the_meeting_is_an_error():
             step.accumulate()
     finally:
         step_modes.allow_recompiles()
+
+
+class Scaled:
+    def __init__(self, factor: int):
+        self.factor = factor
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (ids[0] * self.factor,)
+
+
+def test_a_function_may_have_more_variants_than_the_compiler_allows_by_itself():
+    """Each worker thread and each run of a process has one; torch gives up after 8."""
+    ids = torch.arange(8)
+    for factor in range(10):
+        run = FixedShape(Scaled(factor).forward, 8, "compile", torch.device("cpu"))
+        assert run.mode == "compile" and not run.notes
+        assert torch.equal(run(ids, ids)[0], ids * factor)

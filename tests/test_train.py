@@ -34,7 +34,7 @@ def place(tmp_path_factory) -> Path:
 
 def recipe(place: Path, steps: int = 20, **keys) -> config.Config:
     c = config.load(place / "recipe.toml")
-    run = {"threads": 1, "log_every": 5, "evaluate_every": 10, "save_every": 100, "stop_after": 0}
+    run = {"device": "cpu", "threads": 1, "log_every": 5, "evaluate_every": 10, "save_every": 100, "stop_after": 0}
     run |= {k: v for k, v in keys.items() if k in {f for f in config.RunConfig.__dataclass_fields__}}
     return replace(
         c,
@@ -77,7 +77,7 @@ def test_accumulation_over_units_equals_the_sum_law(place, tmp_path):
 
 def test_recipe_states_its_reasons_and_is_not_overwritten(place):
     text = (place / "recipe.toml").read_text()
-    assert "mask_token = 260  #" in text and "gamma = 4.0  # as published" in text
+    assert "mask_token = 260  #" in text and "# as published" in text
     with pytest.raises(UserError, match="exists already"):
         write_recipe(InitOptions(target=str(place / "target"), corpus=place / "corpus", out=place / "recipe.toml"))
 

@@ -21,6 +21,7 @@ from draftsmith.static import FIELDS, StaticUnit
 from draftsmith.step import TrainStep, draft_states
 
 SCALE_LIMIT = 2e-3  # |<g, g_ref> / <g_ref, g_ref> - 1| of a parameter group
+ROUNDING_LIMIT = 8e-3  # at most this much more where a tiny model's gradients feel rounding
 COSINE_LIMIT = {4: 0.9999, 2: 0.99}  # of a parameter group, by bytes of the compute dtype
 SIGN_LIMIT = 0.8  # cosine of a single parameter: rounding in half precision stays above, a wrong sign far below
 SAME_LOSS = {4: 1e-5, 2: 2e-3}  # relative, between two ways to compute the same
@@ -239,15 +240,19 @@ def check_numbers(step: TrainStep, exhibit: Exhibit) -> list[Verdict]:
     item = step.static.taps.element_size()
     loss_ref, reference = _eager(step)
     loss_again, again = _eager(step)
-    noise_scale = max(abs(a.scale - 1) for a in _groups(step, again, reference).values())
+    noise_scale = _furthest(_groups(step, again, reference))
+    exhibit.put(step.static, taps=_last_bits_flipped(exhibit.tensors["taps"]))
+    _, again = _eager(step)
+    rounding = _furthest(_groups(step, again, reference))
     del again
+    exhibit.put(step.static)
     step.clear()
     step.accumulate()
     loss, mine = float(step.flat.sums[1]), step.flat.gradient
     groups = _groups(step, mine, reference)
     single = _agreements(step, mine, reference)
     step.clear()
-    limit = max(SCALE_LIMIT, 4 * noise_scale)
+    limit = max(SCALE_LIMIT, 4 * noise_scale, min(2 * rounding, ROUNDING_LIMIT))
     worst = max(groups, key=lambda g: abs(groups[g].scale - 1))
     coldest = min(groups, key=lambda g: groups[g].cosine)
     flipped = [name for name, a in single.items() if not a.cosine > SIGN_LIMIT]
@@ -266,7 +271,7 @@ def check_numbers(step: TrainStep, exhibit: Exhibit) -> list[Verdict]:
             "gradients against eager",
             not off and not flipped,
             f"{len(groups)} parameter groups: scale within {abs(groups[worst].scale - 1):.1e} of 1 ({worst}), cosine >= "
-            f"{groups[coldest].cosine:.6f} ({coldest}); eager twice: {noise_scale:.1e}",
+            f"{groups[coldest].cosine:.6f} ({coldest}); eager twice: {noise_scale:.1e}, taps rounded otherwise: {rounding:.1e}",
             _blame(groups, single, off, flipped),
             'train with run.mode = "eager" or "compile" until the cause is found',
         ),
@@ -281,6 +286,16 @@ def _blame(groups: dict[str, Agreement], single: dict[str, Agreement], off: list
         scales = [a.scale for a in groups.values()]
         return f"all gradients are off, scales {min(scales):.4f} to {max(scales):.4f}"
     return "; ".join(f"{g}: scale {groups[g].scale:.4f}, cosine {groups[g].cosine:.5f}" for g in off[:3])
+
+
+def _furthest(groups: dict[str, Agreement]) -> float:
+    return max(abs(a.scale - 1) for a in groups.values())
+
+
+def _last_bits_flipped(taps: Tensor) -> Tensor:
+    """Every value moved by one unit in its last place: what this moves the gradients by, rounding may, too."""
+    kind = torch.int16 if taps.element_size() == 2 else torch.int32
+    return (taps.view(kind) ^ 1).view(taps.dtype)
 
 
 def _eager(step: TrainStep) -> tuple[float, Tensor]:

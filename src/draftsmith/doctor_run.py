@@ -152,9 +152,10 @@ def examine(
     exhibits = watched_steps(shop, loader, watch, begin, predicted, findings)
     evaluate_held_out(shop, shop.plan.total)
     shared_checks(shop, findings)
-    checks_alone(shop.step, exhibits, findings)
-    if shop.target is not None:
-        findings.verdicts += target_checks(shop.target, shop.worker)
+    for _ in shop.worker.member.turns():  # profiler, sync warnings and launches are the whole process's
+        checks_alone(shop.step, exhibits, findings)
+        if shop.target is not None:
+            findings.verdicts += target_checks(shop.target, shop.worker)
 
 
 def watched_steps(

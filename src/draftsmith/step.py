@@ -8,6 +8,7 @@ Everything has one shape for the whole run and reads and writes fixed buffers, s
 update) can be one CUDA graph: it launches once, allocates nothing and never waits for the host (step_modes.py).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import cos, pi
 
@@ -21,7 +22,15 @@ from draftsmith.drafters.dflash import DFlash
 from draftsmith.loss import BlockLoss, Head, block_cross_entropy, decay_weights
 from draftsmith.optimizer import AdamW, FlatParameters
 from draftsmith.static import PinnedRing, StaticUnit
-from draftsmith.step_modes import COMPILE_LOCK, WARM_UP, Graph, compiled, on_side_stream, resolve_mode
+from draftsmith.step_modes import (
+    COMPILE_LOCK,
+    WARM_UP,
+    Graph,
+    compiled,
+    on_side_stream,
+    resolve_mode,
+    unlimited_variants,
+)
 from draftsmith.unit import UnitShape
 
 
@@ -109,7 +118,7 @@ class TrainStep:
         """
         if self.prepared:
             return
-        with COMPILE_LOCK:
+        with COMPILE_LOCK, unlimited_variants(), self._on_device():
             kept = self.flat.reduced.clone() if self._dirty else None
             saved = [x.clone() for x in self._counters()]
             self.flat.reduced.zero_()
@@ -119,13 +128,16 @@ class TrainStep:
                 self._micro_step()
                 self.flat.reduced.zero_()
                 self._update_step()  # a step without units has denominator 0: it is skipped, whatever the weights
-            if self.mode != "eager":
-                self.evaluate()  # its attention may be a compiled kernel, too
+            self.evaluate()  # its attention may be a compiled kernel, too
             if kept is not None:
                 self.flat.reduced.copy_(kept)
             for x, value in zip(self._counters(), saved, strict=True):
                 x.copy_(value)
             self.prepared = True
+
+    def _on_device(self) -> AbstractContextManager:
+        """Triton's kernels run on the current device, which need not be this one outside a worker."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _counters(self) -> tuple[Tensor, ...]:
         return self.norm, self.skipped, self.skips, self.bad_unit, self.stats
@@ -154,7 +166,8 @@ class TrainStep:
         """Forward, loss and backward of the loaded unit, added to the flat buffer."""
         self.prepare()
         self._dirty = True
-        self._micro()
+        with self._on_device():
+            self._micro()
 
     def _micro_step(self) -> None:
         states = self._states(self.drafter, self.static, self.tables, self.attention, self.checkpoint_activations)
@@ -188,7 +201,8 @@ class TrainStep:
         where gradients are not finite or nothing was scored."""
         self.prepare()
         self.adamw.lr.fill_(lr)
-        self._finish()
+        with self._on_device():
+            self._finish()
         self._ring.put()
         self._dirty = False
 
@@ -241,8 +255,9 @@ class TrainStep:
     def evaluate(self) -> tuple[Tensor, Tensor]:
         """Of the loaded unit, without a trace in the step: greedy accepted drafts of every block, [A] int64 (bonus not
         included), and the weighted loss with its denominator, [2] float32."""
-        states = draft_states(self.drafter, self.static, self.tables, self.attention, False)
-        result = self._loss(states, gradient=False)
+        with self._on_device():
+            states = draft_states(self.drafter, self.static, self.tables, self.attention, False)
+            result = self._loss(states, gradient=False)
         return result.correct.cumprod(-1).sum(-1), torch.stack((result.loss, result.denominator))
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:

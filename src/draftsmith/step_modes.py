@@ -13,7 +13,8 @@ thread trains; then `forbid_recompiles` (host.Meeting). A CUDA graph belongs to 
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ from draftsmith.errors import UserError
 
 Resolved = Literal["eager", "compile", "reduce-overhead", "graph"]
 COMPILE_LOCK = threading.RLock()  # one for the process, as the compiler's own state is
+MANY = 1 << 30
 WARM_UP = 2  # runs before capture: compilation, kernel selection and library workspaces all happen in them
 
 
@@ -64,6 +66,16 @@ def compiled(function: Callable, mode: Resolved) -> Callable:
         return function
     trees = "reduce-overhead" if mode == "reduce-overhead" else None
     return torch.compile(function, dynamic=False, fullgraph=True, mode=trees)
+
+
+@contextmanager
+def unlimited_variants() -> Iterator[None]:
+    """Compile inside. torch gives up on a function after 8 variants of it, as a guard against shapes that change; here
+    each worker thread, and each run of the process, has a variant of its own."""
+    import torch._dynamo  # slow, and modes that compile nothing do without
+
+    with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
+        yield
 
 
 class Graph:

@@ -82,6 +82,13 @@ class Member:
         if team.threads > 1:
             self._collect(flat)
 
+    def turns(self) -> Iterator[None]:
+        """A loop of one pass, which the trainers of this process make one after the other."""
+        for turn in range(self.team.threads):
+            if turn == self.index:
+                yield
+            self.team.meet()
+
     def exchange(self, value: Any) -> list[Any]:
         """Every trainer's value, in order of their numbers, to every trainer."""
         team = self.team
