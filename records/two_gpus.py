@@ -1,7 +1,7 @@
 """Two GPUs of one host against one: losses, resumed runs, killed workers. See two_gpus_h200.md.
 
     draftsmith bench pipeline --out OUT --shape qwen3-0.6b --ways two --per-step 4 --steps 20 --skip 10 --no-idle
-    python records/two_gpus.py OUT [kills]
+    python records/two_gpus.py OUT
 
 Takes the recipe that the bench wrote (OUT/run_two.json) and trains a few steps of it with one and with two trainers.
 """
@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from draftsmith.history import read_run
-from draftsmith.run import start_time, write_json
+from draftsmith.run import EXIT_DONE, EXIT_STOPPED, start_time, write_json
 
 STEPS = 12
 
@@ -48,8 +49,9 @@ def compare(name: str, a: dict[int, float], b: dict[int, float]) -> None:
     )
 
 
-def kill_each(out: Path, name: str, targets: int, trainers: int) -> None:
-    """SIGKILL to every worker in turn, in one run that starts again each time."""
+def kill_each(out: Path, name: str, targets: int, trainers: int) -> str:
+    """SIGKILL to every worker in turn, in one run that starts again each time; what was seen, a line for each."""
+    text = ""
     argv = command(out, name, trainers, targets, steps=60, save_every=2)
     path = out / name
     process = subprocess.Popen([*argv, "--unchecked", "--restarts", "2"], stderr=subprocess.PIPE, text=True)
@@ -68,12 +70,15 @@ def kill_each(out: Path, name: str, targets: int, trainers: int) -> None:
             time.sleep(0.02)
         seconds = time.monotonic() - killed
         said = wait_for(process, "starting again")
-        print(f"{name}: {victim} killed, all workers gone after {seconds:.2f} s, back after", end=" ")
         named = f"{victim} (process {workers[victim]}, attempt {attempt}) failed: SIGKILL" in said
         wait_for(process, "step ")
-        print(f"{time.monotonic() - killed:.1f} s; the message names it: {named}", flush=True)
+        text += (
+            f"{name}: {victim} killed, all workers gone after {seconds:.2f} s, training again after "
+            f"{time.monotonic() - killed:.1f} s; the message names it: {named}\n"
+        )
     rest = process.stderr.read()
     assert process.wait() == 0, rest
+    return text
 
 
 def wait_for(process: subprocess.Popen, beginning: str) -> str:
@@ -85,29 +90,33 @@ def wait_for(process: subprocess.Popen, beginning: str) -> str:
     sys.exit(f"ended with {process.wait()} before {beginning!r}:\n{seen[-6000:]}")
 
 
+def chain(out: Path, name: str, *parts: tuple[int, int]) -> dict[int, float]:
+    """Losses of STEPS steps in parts of equal length, each with so many targets and trainers."""
+    for i, (targets, trainers) in enumerate(parts):
+        last = i + 1 == len(parts)
+        argv = command(out, name, trainers, targets, stop_after=0 if last else STEPS // len(parts) * (i + 1))
+        run([*argv, *(["--resume"] if i else [])], EXIT_DONE if last else EXIT_STOPPED)
+    return losses(out / name)
+
+
 def main() -> None:
+    """All at once: nothing here is timed but the end of killed workers."""
     out = Path(sys.argv[1])
-    if sys.argv[2:] != ["kills"]:
-        compare_losses(out)
-    kill_each(out, "killed_split", 1, 1)
-    kill_each(out, "killed_two", 0, 2)
-
-
-def compare_losses(out: Path) -> None:
-    run(command(out, "one", 1), 0)
-    run(command(out, "again", 1), 0)
-    run(command(out, "two_whole", 2), 0)
-    run(command(out, "split", 1, 1), 0)
-    run(command(out, "two_then_one", 2, stop_after=6), 3)
-    run([*command(out, "two_then_one", 1), "--resume"], 0)
-    run(command(out, "one_then_two", 1, stop_after=6), 3)
-    run([*command(out, "one_then_two", 2), "--resume"], 0)
-    one = losses(out / "one")
-    compare("one trainer again", losses(out / "again"), one)
-    compare("two trainers against one", losses(out / "two_whole"), one)
-    compare("split 1:1 over two GPUs against one", losses(out / "split"), one)
-    compare("six steps on two, six on one, against one", losses(out / "two_then_one"), one)
-    compare("six steps on one, six on two, against one", losses(out / "one_then_two"), one)
+    ways = {
+        "one trainer again": ((0, 1),),
+        "two trainers": ((0, 2),),
+        "split 1:1 over two GPUs": ((1, 1),),
+        "six steps on two, six on one": ((0, 2), (0, 1)),
+        "six steps on one, six on two": ((0, 1), (0, 2)),
+    }
+    with ThreadPoolExecutor(8) as pool:
+        one = pool.submit(chain, out, "one", (0, 1))
+        found = {way: pool.submit(chain, out, way.replace(" ", "_"), *parts) for way, parts in ways.items()}
+        killed = [pool.submit(kill_each, out, *way) for way in (("killed_split", 1, 1), ("killed_two", 0, 2))]
+        for way, other in found.items():
+            compare(f"{way}, against one trainer", other.result(), one.result())
+        for text in killed:
+            print(text.result(), end="", flush=True)
 
 
 if __name__ == "__main__":
