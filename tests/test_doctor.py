@@ -66,8 +66,9 @@ def recipe(place: Path) -> config.Config:
 
 
 def examined(place: Path, run: Path, step: type | None = None, target: type | None = None) -> dict[str, Verdict]:
-    """Verdicts of one colocated trainer whose step and target are of these classes."""
+    """Verdicts of one colocated trainer on the CPU whose step and target are of these classes."""
     c = recipe(place)
+    c = replace(c, run=replace(c.run, device="cpu"))
     topology = topology_of(c)
     job = open_job(shortened(c, topology))
     worker = Worker(

@@ -9,7 +9,19 @@ from draftsmith.errors import UserError
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED
 from draftsmith.topology import Place, resolve_topology
 from draftsmith.train import train
-from pipeline import acceptance, agents_of, command, held_out_losses, losses, recipe, records, same, weights
+from pipeline import (
+    ROUNDING,
+    acceptance,
+    agents_of,
+    command,
+    held_out_losses,
+    losses,
+    recipe,
+    records,
+    same,
+    same_values,
+    weights,
+)
 from toy import toy_place
 
 STEPS = 6
@@ -33,8 +45,9 @@ def runs(place) -> dict[tuple[int, int], Path]:
 
 
 def check_bitwise(a: Path, b: Path, step: int = STEPS) -> None:
-    assert losses(a) == losses(b) and len(losses(a)) == step
-    assert acceptance(a) == acceptance(b) and held_out_losses(a) == held_out_losses(b)
+    """On GPUs to rounding: each worker's compiler chooses kernels by their speed."""
+    assert same_values(losses(a), losses(b)) and len(losses(a)) == step
+    assert acceptance(a) == acceptance(b) and same_values(held_out_losses(a), held_out_losses(b))
     assert same(weights(a, step), weights(b, step))
 
 
@@ -48,9 +61,9 @@ def test_across_numbers_of_trainers_to_rounding(runs):
     one = losses(runs[0, 1])
     for run in runs.values():
         for step, loss in losses(run).items():
-            assert loss == pytest.approx(one[step], rel=1e-6)
+            assert loss == pytest.approx(one[step], rel=max(1e-6, ROUNDING))
         assert acceptance(run) == acceptance(runs[0, 1])
-        assert held_out_losses(run) == pytest.approx(held_out_losses(runs[0, 1]), rel=1e-6)
+        assert held_out_losses(run) == pytest.approx(held_out_losses(runs[0, 1]), rel=max(1e-6, ROUNDING))
     assert one[STEPS] < one[1]
 
 
@@ -95,9 +108,12 @@ def two_hosts(place: Path, c, name: str, shared: bool) -> list[Path]:
 
 
 def test_two_agents_as_two_hosts_with_directories_of_their_own(place, runs):
-    paths = two_hosts(place, recipe(place, 0, 1, "processes"), "hosts", shared=False)
+    """On the CPU: NCCL takes no device twice, and both hosts are this machine."""
+    paths = two_hosts(place, recipe(place, 0, 1, "processes", device="cpu"), "hosts", shared=False)
     (writer,) = [path for path in paths if records(path, "step")]
-    check_bitwise(writer, runs[0, 2])
+    whole = place / "as_one_host"
+    assert train(recipe(place, 0, 2, device="cpu"), whole) == EXIT_DONE
+    check_bitwise(writer, whole)
 
 
 @pytest.mark.long
@@ -110,13 +126,15 @@ def test_every_shape_as_processes(place, runs, targets, trainers):
 
 @pytest.mark.long
 def test_two_hosts_with_a_split_each_and_a_shared_directory(place, runs):
-    path, _ = two_hosts(place, recipe(place, 1, 1, "processes"), "split_hosts", shared=True)
-    check_bitwise(path, runs[0, 2])
+    path, _ = two_hosts(place, recipe(place, 1, 1, "processes", device="cpu"), "split_hosts", shared=True)
+    whole = place / "as_one_split_host"
+    assert train(recipe(place, 0, 2, device="cpu"), whole) == EXIT_DONE
+    check_bitwise(path, whole)
 
 
 def test_refusals_name_the_key(place):
     with pytest.raises(UserError, match="topology.devices.*no CUDA device"):
-        c = recipe(place)
+        c = recipe(place, device="cpu")
         train(type(c)(**{**c.__dict__, "topology": type(c.topology)(devices=(0,))}), place / "refused")
     c = recipe(place, 1, 2, "processes")
     with pytest.raises(UserError, match="NCCL"):

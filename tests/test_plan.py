@@ -218,7 +218,7 @@ def test_plan_for_a_named_card_loads_nothing_and_says_where_its_rates_are_from(p
     assert len(plan.ranking) == len(layouts(4)) and all(p.fits for p in plan.ranking)
     assert plan.disk.checkpoint == 12 * plan.parameters
     rows = plan.corpus.rows_in_epoch
-    assert plan.steps == pytest.approx(rows * recipe.optim.epochs, abs=6)
+    assert plan.steps == pytest.approx(rows * recipe.optim.epochs / recipe.unit.per_step, abs=6)
     assert plan.smallest_card is not None and plan.largest_target is not None
     fewer = make_plan(replace(recipe, unit=replace(recipe.unit, per_step=3)), "h200", 2)
     assert any("uneven" in note for note in fewer.notes) == (fewer.ranking[0].layout.trainers == 2)
@@ -226,7 +226,7 @@ def test_plan_for_a_named_card_loads_nothing_and_says_where_its_rates_are_from(p
 
 def test_plan_measures_this_machine_and_train_can_take_its_topology(place):
     recipe = config.load(place / "recipe.toml")
-    small = replace(recipe, unit=replace(recipe.unit, tokens=512, anchors=32))
+    small = replace(recipe, unit=replace(recipe.unit, tokens=512, anchors=32), run=replace(recipe.run, device="cpu"))
     plan = make_plan(small)
     assert plan.place.kind == "cpu" and plan.times.source.startswith("measured here")
     assert plan.times.prefill > 0 and plan.times.unit > 0 and plan.ranking[0].fits
