@@ -11,10 +11,10 @@ from draftsmith.loss import Head
 from draftsmith.step import Tables
 from draftsmith.target_facts import gguf_file, is_tied, read_config
 from draftsmith.target_scales import measure_scales
-from draftsmith.weights import HEAD_LEAVES, Shards
+from draftsmith.target_storage import OTHERWISE
+from draftsmith.weights import HEAD_LEAVES, PLAIN, Shards, StoredTensor
 
 EMBEDDING_LEAVES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
-PLAIN = ("F64", "F32", "F16", "BF16")  # safetensors' dtypes that hold a value without a scale beside it
 
 
 def load_tables(
@@ -74,15 +74,24 @@ def _table(shards: Shards, leaves: tuple[str, ...], size: tuple[int, int], dtype
     found = [
         n for n in shards.tensors if n.removesuffix(".weight").rpartition(".")[2] in leaves and ".layers." not in n
     ]
-    if not found:
+    if not found:  # quantizers store a module's parts under names of their own: qweight, weight_packed, weight._data
+        found = [
+            n for n in shards.tensors if n.replace(".weight.", ".").rpartition(".")[0].rpartition(".")[2] in leaves
+        ]
+        found = [n for n in found if not n.endswith(".bias") and ".layers." not in n]
+        if found:
+            raise _quantised(max((shards.tensors[n] for n in found), key=lambda t: t.end - t.start))
         return None
     name = min((n for n in found if shards.tensors[n].shape == size), key=lambda n: n.count("."), default=None)
+    if (stored := shards.tensors[name or found[0]]).dtype not in PLAIN:
+        raise _quantised(stored)
     if name is None:
-        shape = list(shards.tensors[found[0]].shape)
-        raise UserError(f"{shards.tensors[found[0]].path}: {found[0]} is {shape}, config.json says {list(size)}")
-    if shards.tensors[name].dtype not in PLAIN:
-        raise UserError(
-            f"{shards.tensors[name].path}: {name} is quantised ({shards.tensors[name].dtype}); the trainer needs embedding and "
-            "head as plain floats, which most quantised checkpoints keep"
-        )
+        raise UserError(f"{stored.path}: {stored.name} is {list(stored.shape)}, config.json says {list(size)}")
     return shards.read(name, dtype)
+
+
+def _quantised(table: StoredTensor) -> UserError:
+    return UserError(
+        f"{table.path}: {table.name} is quantised ({table.dtype}); the trainer needs embedding and head as plain floats: "
+        f"quantise the model without them (modules_to_not_convert, ignore), or {OTHERWISE}"
+    )

@@ -23,9 +23,10 @@ from draftsmith.target_experts import experts_of
 from draftsmith.target_facts import TargetFacts, describe, read_config
 from draftsmith.target_fuse import fuse_siblings
 from draftsmith.target_kernels import FlexBlocks
-from draftsmith.target_load import find_layers, load_decoder, quiet, storage_report
+from draftsmith.target_load import find_layers, load_decoder, quiet
 from draftsmith.target_proof import Survey, prove, survey
 from draftsmith.target_run import FixedShape
+from draftsmith.target_storage import QUANTIZERS_RAISE, cannot_run, quantization, storage_report
 from draftsmith.weights import last_layers
 
 __all__ = [
@@ -79,8 +80,15 @@ class Target:
             raise UserError(f"target.taps {bad or '()'}: the target has layers 0..{text.num_hidden_layers - 1}")
         register()
         count = max(taps) + 1
-        decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code, progress).to(device)
-        target = cls.over(decoder, taps, device, mode=mode, rows=rows)
+        decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code, progress)
+        try:
+            target = cls.over(decoder.to(device), taps, device, mode=mode, rows=rows)
+            if not target.packed:  # nothing has run it yet
+                target.alone(torch.zeros(8, dtype=torch.int64, device=device))
+        except QUANTIZERS_RAISE as error:
+            if quantization(config) is None or isinstance(error, torch.OutOfMemoryError | UserError):
+                raise
+            raise cannot_run(directory, config, dtype, device, error) from None
         tower = "" if text is config else ", the text tower alone"
         layers = f"layers 0..{count - 1} of {text.num_hidden_layers}"
         stored = str(dtype).removeprefix("torch.") + storage_report(directory, config)

@@ -6,7 +6,6 @@ names) still applies. Quantised and GGUF checkpoints go through transformers' qu
 """
 
 import contextlib
-import copy
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,20 @@ from torch import nn
 
 from draftsmith.console import ShowProgress, no_progress
 from draftsmith.errors import UserError
-from draftsmith.target_facts import first_line, gguf_file
+from draftsmith.target_facts import gguf_file
+from draftsmith.target_storage import (
+    OTHERWISE,
+    QUANTIZERS_RAISE,
+    cannot_load,
+    check_all_read,
+    check_method,
+    check_plain,
+    is_widened,
+    quantization,
+    reader,
+    text_config,
+    with_reasons,
+)  # fmt: skip
 from draftsmith.weights import HEAD_LEAVES, Shards, StoredTensor
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -37,7 +49,7 @@ def load_decoder(
     text = config.get_text_config(decoder=True)
     family = decoder_class(directory, config, text, trust_remote_code)
     options: dict[str, Any] = dict(
-        config=_without_native_kernels(text),
+        config=text_config(config),
         dtype=dtype,
         attn_implementation=attention,
         output_loading_info=True,
@@ -45,6 +57,7 @@ def load_decoder(
     )
     place: Path | None = directory
     stored: dict[str, StoredTensor] = {}
+    whole = False
     if gguf := gguf_file(directory):
         if not (find_spec("gguf") and find_spec("accelerate")):
             raise UserError(f"{gguf}: transformers reads GGUF with the packages gguf and accelerate; install both")
@@ -53,66 +66,38 @@ def load_decoder(
     else:
         shards = Shards.open(directory)
         prefix = tower_prefix(shards, directory) if text is not config else ""
-        if is_quantized(config):
+        if quantization(config) is not None:
+            check_method(directory, config)
+            family, whole = causal_class(family, config)
             options["key_mapping"] = {f"^{prefix.replace('.', chr(92) + '.')}": ""} if prefix else None
         else:
             names = {n: n.removeprefix(prefix) for n in shards.tensors if n.startswith(prefix)}
+            check_plain([shards.tensors[n] for n in names if _is_wanted(n, count)])
             stored, place = {new: shards.tensors[old].widened(dtype) for old, new in names.items()}, None
     wanted = sum(_is_wanted(name, count) for name in stored) or None
     try:
-        with quiet(), progress("load the target", wanted, "tensors") as bar:
+        with quiet(), with_reasons(), progress("load the target", wanted, "tensors") as bar:
             if stored:
                 options["state_dict"] = {name: replace(tensor, told=bar.advance) for name, tensor in stored.items()}
             model, info = cut(family, count).from_pretrained(place, **options)
+            if is_widened(config) and model.is_quantized:
+                model = model.dequantize(dtype)
             _settle_dtype(model, dtype)
             if not stored:
                 bar.advance(len(model.state_dict()))
-    except (ValueError, RuntimeError, ImportError, KeyError, OSError) as error:
-        raise UserError(f"{directory}: transformers cannot load it: {first_line(error)}") from None
-    _check(info, shards, prefix if not gguf else "", directory)
-    return model.eval().requires_grad_(False)
+    except QUANTIZERS_RAISE as error:
+        raise cannot_load(directory, config, error) from None
+    info["missing_keys"] = [n for n in info["missing_keys"] if _is_wanted(n, count)]
+    _check(info, shards, prefix if not gguf else "", directory, config)
+    check_all_read([n for n in info["unexpected_keys"] if _is_wanted(n, count)], shards, config)
+    decoder = model.base_model if whole else model
+    return decoder.eval().requires_grad_(False)
 
 
 def _is_wanted(name: str, count: int) -> bool:
-    """Whether a decoder of `count` layers has a tensor: no head, no later layer. For what people see only."""
+    """Whether a decoder of `count` layers has a tensor: no head, no later layer. For messages and checks only."""
     layer = re.search(r"\.(\d+)\.", name)
     return not set(name.split(".")) & set(HEAD_LEAVES) if layer is None else int(layer[1]) < count
-
-
-def _without_native_kernels(text: Any) -> Any:
-    """The config to build from: says where weights that are stored in MXFP4 are not computed in it."""
-    if not _is_widened(text):
-        return text
-    text = copy.deepcopy(text)
-    text.quantization_config = {**text.to_dict()["quantization_config"], "dequantize": True}
-    return text
-
-
-def _is_widened(text: Any) -> bool:
-    """MXFP4 weights are turned into the compute dtype where accelerate, which transformers' MXFP4 kernels need, is absent."""
-    stored = text.to_dict().get("quantization_config") or {}
-    return stored.get("quant_method") == "mxfp4" and not find_spec("accelerate")
-
-
-def is_quantized(config: Any) -> bool:
-    """Whether the checkpoint's weights are stored in a quantizer's format."""
-    return _quantization(config) is not None
-
-
-def storage_report(directory: Path, config: Any) -> str:
-    """How the weights are stored, for a run's start; "" for plain floats."""
-    if gguf := gguf_file(directory):
-        return f", {gguf.name} turned into it"
-    if not is_quantized(config):
-        return ""
-    method = _quantization(config).get("quant_method", "an unnamed quantizer")
-    widened = ", turned into it since accelerate is absent" if _is_widened(config.get_text_config(decoder=True)) else ""
-    return f", quantised by {method}{widened}"
-
-
-def _quantization(config: Any) -> dict[str, Any] | None:
-    found = (c.to_dict().get("quantization_config") for c in (config, config.get_text_config(decoder=True)))
-    return next((q for q in found if q is not None), None)
 
 
 def tower_prefix(shards: Shards, directory: Path) -> str:
@@ -188,6 +173,15 @@ def decoder_class(directory: Path, config: Any, text: Any, trust_remote_code: bo
     return remote_class(directory, config, trust_remote_code, "AutoModel", "AutoModelForCausalLM")
 
 
+def causal_class(family: type, config: Any) -> tuple[type, bool]:
+    """(class, whether it has a head) to load a quantised checkpoint with: quantizers look for modules by the checkpoint's own
+    names, in lists of what is not quantised for one, and those begin above the decoder."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config(decoder=True) is config
+    return (MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], True) if found else (family, False)
+
+
 def remote_class(directory: Path, config: Any, trust_remote_code: bool, *kinds: str) -> type:
     """The first of these classes in the model's own code; UserError when it has none or may not run it."""
     known = config.to_dict().get("auto_map", {})
@@ -200,14 +194,21 @@ def remote_class(directory: Path, config: Any, trust_remote_code: bool, *kinds: 
     return get_class_from_dynamic_module(name, str(directory))
 
 
-def _check(info: dict[str, Any], shards: Shards, prefix: str, directory: Path) -> None:
+def _check(info: dict[str, Any], shards: Shards, prefix: str, directory: Path, config: Any) -> None:
     """Refuse a model with tensors that transformers would fill at random."""
+    plain = quantization(config) is None
     for name, got, want in sorted(info["mismatched_keys"]):
         place = next((t.path for n, t in shards.tensors.items() if n.endswith(name)), directory)
-        raise UserError(f"{place}: {prefix}{name} is {list(got)}, config.json asks for {list(want)}")
+        asks, todo = ("config.json", "") if plain else (reader(config), f"; {OTHERWISE}")
+        raise UserError(f"{place}: {prefix}{name} is {list(got)}, {asks} asks for {list(want)}{todo}")
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{directory}: no tensor {prefix}{missing[0]}{more} in its files; fetch the model again")
+        if plain:
+            raise UserError(f"{directory}: no tensor {prefix}{missing[0]}{more} in its files; fetch the model again")
+        raise UserError(
+            f"{directory}: {reader(config)} finds no tensor {prefix}{missing[0]}{more} in its files, which are cut or written "
+            f"for other software; fetch the model again, or {OTHERWISE}"
+        )
     if errors := info.get("error_msgs"):
         raise UserError(f"{directory}: {errors[0]}")

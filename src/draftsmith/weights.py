@@ -22,6 +22,7 @@ DTYPES = {
     "U16": torch.uint16, "U64": torch.uint64,
 }  # fmt: skip
 
+PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes that hold a value without a scale beside it
 HEAD_LEAVES = ("lm_head", "embed_out", "output")  # how the output head is named in checkpoints
 
 
