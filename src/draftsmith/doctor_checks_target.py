@@ -119,7 +119,7 @@ def own_hidden_states(
     far rounding may move it: NOISE_FACTOR times the difference between SDPA and eager attention, where there are both."""
     config = read_config(job.directory, job.config.target.trust_remote_code)
     dtype = dtype_of(job.config.target.dtype, device)
-    decoder = load_decoder(job.directory, config, count, dtype, "eager", job.config.target.trust_remote_code)
+    decoder = load_decoder(job.directory, config, range(count), dtype, "eager", job.config.target.trust_remote_code)
     place = device if _fits(decoder, device) else torch.device("cpu")
     decoder.to(place)
 

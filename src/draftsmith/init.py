@@ -93,7 +93,7 @@ def write_recipe(options: InitOptions) -> None:
         f"block = {block}  # "
         + ("as published" if block == 16 else "smaller blocks train faster")
         + "; servers draft B-1 tokens",
-        'init = "target"  # copies of the target\'s last layers learn faster than random weights',
+        _first_weights(directory, options.trust_remote_code),
         "",
         "[unit]",
         f"tokens = {unit.shape.tokens}  # {unit.reasons[0]}",
@@ -119,6 +119,16 @@ def _write(out: Path, text: str) -> None:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error}") from None
+
+
+def _first_weights(directory: Path, trust_remote_code: bool) -> str:
+    from draftsmith.target_facts import gguf_file, read_config
+    from draftsmith.target_storage import is_widened, quantization
+
+    config = read_config(directory, trust_remote_code)
+    if gguf_file(directory) or (quantization(config) is not None and not is_widened(config)):
+        return 'init = "random"  # layers that are stored quantised cannot be copied'
+    return 'init = "target"  # copies of the target\'s last layers learn faster than random weights'
 
 
 def _gamma(block: int) -> tuple[float, str]:

@@ -80,7 +80,7 @@ class Target:
             raise UserError(f"target.taps {bad or '()'}: the target has layers 0..{text.num_hidden_layers - 1}")
         register()
         count = max(taps) + 1
-        decoder = load_decoder(directory, config, count, dtype, PACKED, trust_remote_code, progress)
+        decoder = load_decoder(directory, config, range(count), dtype, PACKED, trust_remote_code, progress)
         try:
             target = cls.over(decoder.to(device), taps, device, mode=mode, rows=rows)
             if not target.packed:  # nothing has run it yet

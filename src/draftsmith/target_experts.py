@@ -5,6 +5,7 @@ read those counts on the device.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -53,4 +54,4 @@ def experts_of(decoder: nn.Module) -> Experts | None:
     switched = hasattr(experts, "is_concatenated") and hasattr(experts, "num_experts")
     way = experts.config._experts_implementation if switched else OWN
     count = experts.num_experts if switched else sum(1 for _ in experts.children())
-    return Experts(count, way, next(experts.parameters()).dtype)
+    return Experts(count, way, next(chain(experts.parameters(), experts.buffers())).dtype)

@@ -38,13 +38,14 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def load_decoder(
-    directory: Path, config: Any, count: int, dtype: torch.dtype, attention: str, trust_remote_code: bool = False,
+    directory: Path, config: Any, keep: range, dtype: torch.dtype, attention: str, trust_remote_code: bool = False,
     progress: ShowProgress = no_progress,
 ) -> nn.Module:  # fmt: skip
-    """The decoder of `config`'s text model with layers 0..count-1, on the CPU, in eval mode, without gradients.
+    """The decoder of `config`'s text model with the layers `keep`, on the CPU, in eval mode, without gradients.
 
-    `attention` is the name of the attention implementation. UserError names the file and tensor that is missing, of a
-    wrong shape, or cut short.
+    Layers before them do nothing and hold nothing, those behind are not there. `attention` is the name of the attention
+    implementation. UserError names the file and tensor that is missing, of a wrong shape, or cut short, or why a quantised
+    checkpoint cannot be read.
     """
     text = config.get_text_config(decoder=True)
     family = decoder_class(directory, config, text, trust_remote_code)
@@ -72,14 +73,14 @@ def load_decoder(
             options["key_mapping"] = {f"^{prefix.replace('.', chr(92) + '.')}": ""} if prefix else None
         else:
             names = {n: n.removeprefix(prefix) for n in shards.tensors if n.startswith(prefix)}
-            check_plain([shards.tensors[n] for n in names if _is_wanted(n, count)])
+            check_plain([shards.tensors[n] for n in names if _is_wanted(n, keep)])
             stored, place = {new: shards.tensors[old].widened(dtype) for old, new in names.items()}, None
-    wanted = sum(_is_wanted(name, count) for name in stored) or None
+    wanted = sum(_is_wanted(name, keep) for name in stored) or None
     try:
         with quiet(), with_reasons(), progress("load the target", wanted, "tensors") as bar:
             if stored:
                 options["state_dict"] = {name: replace(tensor, told=bar.advance) for name, tensor in stored.items()}
-            model, info = cut(family, count).from_pretrained(place, **options)
+            model, info = cut(family, keep).from_pretrained(place, **options)
             if is_widened(config) and model.is_quantized:
                 model = model.dequantize(dtype)
             _settle_dtype(model, dtype)
@@ -87,17 +88,17 @@ def load_decoder(
                 bar.advance(len(model.state_dict()))
     except QUANTIZERS_RAISE as error:
         raise cannot_load(directory, config, error) from None
-    info["missing_keys"] = [n for n in info["missing_keys"] if _is_wanted(n, count)]
+    info["missing_keys"] = [n for n in info["missing_keys"] if _is_wanted(n, keep)]
     _check(info, shards, prefix if not gguf else "", directory, config)
-    check_all_read([n for n in info["unexpected_keys"] if _is_wanted(n, count)], shards, config)
+    check_all_read([n for n in info["unexpected_keys"] if _is_wanted(n, keep)], shards, config)
     decoder = model.base_model if whole else model
     return decoder.eval().requires_grad_(False)
 
 
-def _is_wanted(name: str, count: int) -> bool:
-    """Whether a decoder of `count` layers has a tensor: no head, no later layer. For messages and checks only."""
+def _is_wanted(name: str, keep: range) -> bool:
+    """Whether a decoder with these layers has a tensor: no head, no other layer. For messages and checks only."""
     layer = re.search(r"\.(\d+)\.", name)
-    return not set(name.split(".")) & set(HEAD_LEAVES) if layer is None else int(layer[1]) < count
+    return not set(name.split(".")) & set(HEAD_LEAVES) if layer is None else int(layer[1]) in keep
 
 
 def tower_prefix(shards: Shards, directory: Path) -> str:
@@ -110,8 +111,8 @@ def tower_prefix(shards: Shards, directory: Path) -> str:
     return found.pop()
 
 
-def cut(family: type, count: int) -> type:
-    """The same model class that builds only its first layers.
+def cut(family: type, keep: range) -> type:
+    """The same model class that builds only these layers, under their own numbers.
 
     The config stays whole: some families derive constants from the number of layers or count layers from the end.
     """
@@ -119,7 +120,8 @@ def cut(family: type, count: int) -> type:
     def build(self: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:
         family.__init__(self, config, *args, **kwargs)
         parent, name = find_layers(self, config.get_text_config(decoder=True).num_hidden_layers)
-        parent.set_submodule(name, parent.get_submodule(name)[:count])
+        kept = [nn.Identity() if i < keep.start else m for i, m in enumerate(parent.get_submodule(name)[: keep.stop])]
+        parent.set_submodule(name, nn.ModuleList(kept))
         self.built_from = {n: type(m) for n, m in self.named_modules()}
 
     return type(family.__name__, (family,), {"__init__": build, "__module__": family.__module__})

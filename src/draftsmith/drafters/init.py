@@ -8,6 +8,8 @@ from torch import Tensor
 from draftsmith.drafters.dflash import DFlash, DFlashShape, from_zlab, to_zlab
 from draftsmith.errors import UserError
 from draftsmith.target_facts import gguf_file, read_config, target_rope
+from draftsmith.target_load import find_layers, load_decoder
+from draftsmith.target_storage import is_widened, quantization
 from draftsmith.weights import last_layers
 
 OTHERWISE = 'set drafter.init = "random"'
@@ -21,7 +23,8 @@ def init_from_target(drafter: DFlash, directory: Path, trust_remote_code: bool =
     shape = drafter.shape
     if gguf := gguf_file(directory):
         raise UserError(f"{gguf}: GGUF layers cannot start a draft layer; {OTHERWISE}")
-    text = read_config(directory, trust_remote_code).get_text_config(decoder=True)
+    config = read_config(directory, trust_remote_code)
+    text = config.get_text_config(decoder=True)
     rope = target_rope(text)
     partial = rope.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
@@ -31,7 +34,8 @@ def init_from_target(drafter: DFlash, directory: Path, trust_remote_code: bool =
     activation = text.to_dict().get("hidden_act") or text.to_dict().get("hidden_activation") or "silu"
     if activation not in ("silu", "swish"):
         raise UserError(f"{directory}: the target's MLP uses {activation}, a draft layer SiLU; {OTHERWISE}")
-    layers, norm = last_layers(directory, shape.num_layers, trust_remote_code)
+    stored = last_layers if quantization(config) is None else _quantised_layers
+    layers, norm = stored(directory, shape.num_layers, trust_remote_code)
     state = {n: t.detach().clone() for n, t in to_zlab(dict(drafter.named_parameters()), shape).items()}
     for index, layer in enumerate(layers):
         _fill(state, f"layers.{index}.", _split(layer, shape), directory)
@@ -42,6 +46,24 @@ def init_from_target(drafter: DFlash, directory: Path, trust_remote_code: bool =
         drafter.load_state_dict(from_zlab(state, shape), strict=False)
     except ValueError as error:
         raise UserError(f"{directory}: {error}; {OTHERWISE}") from None
+
+
+def _quantised_layers(directory: Path, count: int, trust_remote_code: bool) -> tuple[list[dict[str, Tensor]], Tensor]:
+    """`last_layers` of a quantised target, whose tensors only its quantizer can read."""
+    config = read_config(directory, trust_remote_code)
+    if not is_widened(config):
+        raise UserError(f"{directory}: layers that stay quantised cannot start a draft layer; {OTHERWISE}")
+    total = config.get_text_config(decoder=True).num_hidden_layers
+    keep = range(total - count, total)
+    if keep.start < 0:
+        raise UserError(f"{directory}: {total} layers cannot start {count} draft layers")
+    decoder = load_decoder(directory, config, keep, torch.float32, "eager", trust_remote_code)
+    owner, name = find_layers(decoder, total)
+    layers = [dict(owner.get_submodule(name)[index].named_parameters()) for index in keep]
+    norm = dict(decoder.named_parameters()).get("norm.weight")
+    if norm is None:
+        raise UserError(f"{directory}: no final norm beside its layers; {OTHERWISE}")
+    return layers, norm
 
 
 def pass_last_tap(shape: DFlashShape) -> Tensor:
