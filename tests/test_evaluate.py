@@ -198,5 +198,5 @@ def test_a_target_that_does_not_load_is_one_line(trained, tmp_path):
     options, model, drafter, _ = trained
     target = save_target(model, tmp_path / "target")
     (target / "model.safetensors").write_bytes((target / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(UserError, match="cannot load it as a causal language model"):
+    with pytest.raises(UserError, match="model.safetensors: cut short or no safetensors file; fetch it again"):
         evaluate(replace(options, target=str(target)))

@@ -15,6 +15,7 @@ from draftsmith.drafters.dflash import DFlash, DFlashShape, to_zlab
 from draftsmith.drafters.init import init_from_target
 from draftsmith.errors import UserError
 from draftsmith.target import Target, describe, load_tables
+from draftsmith.target_load import load_whole
 from quantised import (
     FORMATS,
     FP8,
@@ -43,9 +44,13 @@ def taps_of(directory: Path, hidden: int = HIDDEN) -> tuple[torch.Tensor, Target
     return out, target
 
 
-def refusal(directory: Path) -> str:
+def refusal(directory: Path, whole: bool = True) -> str:
+    """The one line; `whole`: evaluations and replies, which load the whole model, refuse it, too."""
     with pytest.raises(UserError) as caught:
         Target.load(directory, TAPS, torch.float32, CPU)
+    if whole:
+        with pytest.raises(UserError, match=r"^.+$"):
+            load_whole(directory, torch.float32)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -175,7 +180,7 @@ def test_layers_that_do_not_run_are_told_in_one_line(mxfp4, monkeypatch, error):
         raise error
 
     monkeypatch.setattr("transformers.models.gpt_oss.modeling_gpt_oss.GptOssMLP.forward", forward)
-    why = refusal(mxfp4)
+    why = refusal(mxfp4, whole=False)
     assert f"whose layers do not run on cpu in float32: {str(error) or 'AssertionError'};" in why
     assert 'set target.dtype = "bfloat16"' in why
 

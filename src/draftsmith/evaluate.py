@@ -16,8 +16,7 @@ import torch
 from jinja2 import TemplateError
 from rich.console import Console as RichConsole
 from rich.table import Table
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith import models
 from draftsmith.console import Advance, Console
@@ -31,7 +30,7 @@ from draftsmith.job import automatic_device, dtype_of
 from draftsmith.loss import Head
 from draftsmith.options import EvaluateOptions
 from draftsmith.step import Tables
-from draftsmith.target_load import quiet
+from draftsmith.target_load import load_whole
 from draftsmith.target_scales import Scales, measure_scales
 from draftsmith.walk import per_position
 
@@ -137,24 +136,13 @@ def open_session(options: EvaluateOptions) -> Session:
     tokenizer = load_tokenizer(directory, info.trusts_remote_code)
     if tokenizer.chat_template is None and info.chat_template is None:
         raise UserError(f"{directory}: the tokenizer has no chat template, and the drafter's recipe names none")
-    model = load_model(directory, dtype, device, info.trusts_remote_code)
+    model = load_whole(directory, dtype, info.trusts_remote_code).to(device)
     drafter.to(device, dtype)
     tables = shared_tables(model, measure_scales(directory, model.config, info.trusts_remote_code))
     return Session(
         prompts, tokenizer, info, Decoder(model, drafter, tables, options.block or 0), Decoder(model),
         stop_tokens(model, tokenizer), options,
     )  # fmt: skip
-
-
-def load_model(directory: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
-    """The whole target; UserError where transformers cannot make a causal language model of the directory."""
-    try:
-        with quiet():
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{directory}: transformers cannot load it as a causal language model: {reason}") from None
-    return model.to(device).eval()
 
 
 def shared_tables(model: PreTrainedModel, scales: Scales) -> Tables:

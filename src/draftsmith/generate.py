@@ -104,12 +104,12 @@ class Generator:
     def load(cls, model_dir: Path, dtype: DTypeName = "auto") -> "Generator":
         """On CUDA where there is a device. dtype auto: bfloat16 on CUDA and on CPUs that multiply it natively, else
         float32. Stop tokens are the directory's own (generation_config.json, else config.json)."""
-        from transformers import AutoModelForCausalLM
+        from draftsmith.target_load import load_whole
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         fast = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else torch.float32
         chosen = {"auto": fast, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=chosen, trust_remote_code=False).to(device).eval()
+        model = load_whole(model_dir, chosen).to(device)
         stop = model.generation_config.eos_token_id
         stop = model.config.get_text_config().eos_token_id if stop is None else stop
         return cls(model, frozenset([] if stop is None else [stop] if isinstance(stop, int) else stop))

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from draftsmith.console import ShowProgress, no_progress
 from draftsmith.errors import UserError
-from draftsmith.target_facts import gguf_file
+from draftsmith.target_facts import gguf_file, read_config
 from draftsmith.target_storage import (
     OTHERWISE,
     QUANTIZERS_RAISE,
@@ -29,7 +30,7 @@ from draftsmith.target_storage import (
     is_widened,
     quantization,
     reader,
-    text_config,
+    to_build_from,
     with_reasons,
 )  # fmt: skip
 from draftsmith.weights import HEAD_LEAVES, Shards, StoredTensor
@@ -50,7 +51,7 @@ def load_decoder(
     text = config.get_text_config(decoder=True)
     family = decoder_class(directory, config, text, trust_remote_code)
     options: dict[str, Any] = dict(
-        config=text_config(config),
+        config=to_build_from(text, config),
         dtype=dtype,
         attn_implementation=attention,
         output_loading_info=True,
@@ -93,6 +94,34 @@ def load_decoder(
     check_all_read([n for n in info["unexpected_keys"] if _is_wanted(n, keep)], shards, config)
     decoder = model.base_model if whole else model
     return decoder.eval().requires_grad_(False)
+
+
+def load_whole(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+    """The whole causal language model, on the CPU, in eval mode: for replies and for verification.
+
+    UserError where transformers cannot make one of the directory, or would read quantised weights wrongly.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(directory, trust_remote_code)
+    check_method(directory, config)
+    shards = Shards.open(directory)
+    if quantization(config) is None:
+        check_plain(list(shards.tensors.values()))
+    options = dict(dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
+    try:
+        with quiet(), with_reasons():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                directory, config=to_build_from(config, config), **options
+            )
+            if is_widened(config) and model.is_quantized:
+                model = model.dequantize(dtype)
+    except (*QUANTIZERS_RAISE, SafetensorError) as error:
+        raise cannot_load(directory, config, error, " as a causal language model") from None
+    if quantization(config) is not None:
+        _check(info, shards, "", directory, config)
+        check_all_read(list(info["unexpected_keys"]), shards, config)
+    return model.eval()
 
 
 def _is_wanted(name: str, keep: range) -> bool:

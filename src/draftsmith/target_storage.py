@@ -55,16 +55,15 @@ def check_method(directory: Path, config: Any) -> None:
         )
 
 
-def text_config(config: Any) -> Any:
-    """The config to build the text decoder from. It says how the weights are stored, which in multimodal models only the
-    outer one does, and asks for them in the compute dtype where the quantizer can give them."""
-    text = config.get_text_config(decoder=True)
+def to_build_from(part: Any, config: Any) -> Any:
+    """`part` (the config or its text part) to build a model from. It says how the weights are stored, which in multimodal
+    models only the outer one does, and asks for them in the compute dtype where the quantizer can give them."""
     stored = quantization(config)
     if stored is None:
-        return text
-    text = copy.deepcopy(text)
-    text.quantization_config = {**stored, "dequantize": True} if is_widened(config) else stored
-    return text
+        return part
+    part = copy.deepcopy(part)
+    part.quantization_config = {**stored, "dequantize": True} if is_widened(config) else stored
+    return part
 
 
 def is_widened(config: Any) -> bool:
@@ -146,10 +145,10 @@ def with_reasons() -> Iterator[None]:
         logger.propagate = propagate
 
 
-def cannot_load(directory: Path, config: Any, error: Exception) -> UserError:
-    """What transformers raised while it loaded the model, as one line."""
+def cannot_load(directory: Path, config: Any, error: Exception, what: str = "") -> UserError:
+    """What transformers raised while it loaded the model, as one line; `what`: " as a ..." """
     if quantization(config) is None:
-        return UserError(f"{directory}: transformers cannot load it: {first_line(error)}")
+        return UserError(f"{directory}: transformers cannot load it{what}: {first_line(error)}")
     todo = f"install what is missing, or {OTHERWISE}" if isinstance(error, ImportError) else OTHERWISE
     return UserError(f"{_named(directory, config)}, which transformers cannot load here: {_reason(error)}; {todo}")
 
