@@ -123,9 +123,10 @@ def _write(out: Path, text: str) -> None:
 
 def _first_weights(directory: Path, trust_remote_code: bool) -> str:
     from draftsmith.target_facts import gguf_file, read_config
-    from draftsmith.target_storage import is_widened, quantization
+    from draftsmith.target_storage import check_method, is_widened, quantization
 
     config = read_config(directory, trust_remote_code)
+    check_method(directory, config)
     if gguf_file(directory) or (quantization(config) is not None and not is_widened(config)):
         return 'init = "random"  # layers that are stored quantised cannot be copied'
     return 'init = "target"  # copies of the target\'s last layers learn faster than random weights'
