@@ -93,6 +93,12 @@ def test_taps_are_those_of_the_floats_it_stands_for_or_a_package_is_named(name, 
             {"quant_method": "modelopt", "quant_algo": "FP8"},
             r"config.json: .*quant_method is 'modelopt', which this version",
         ),
+        ("fp8", r"config.json: transformers cannot read it: 'str' object"),
+        ({"quant_method": ["fp8"]}, r"config.json: quantization_config.quant_method is \['fp8'\], which this version"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": ["Linear"]},
+            r"config.json: .*config_groups is no table",
+        ),
         ({"quant_algo": "FP8"}, r"config.json: quantization_config.quant_method is None, which this version"),
         (
             {"quant_method": "nvfp4"},

@@ -48,6 +48,7 @@ def load_decoder(
     implementation. UserError names the file and tensor that is missing, of a wrong shape, or cut short, or why a quantised
     checkpoint cannot be read.
     """
+    check_method(directory, config)
     text = config.get_text_config(decoder=True)
     family = decoder_class(directory, config, text, trust_remote_code)
     options: dict[str, Any] = dict(
@@ -69,7 +70,6 @@ def load_decoder(
         shards = Shards.open(directory)
         prefix = tower_prefix(shards, directory) if text is not config else ""
         if quantization(config) is not None:
-            check_method(directory, config)
             family, whole = causal_class(family, config)
             options["key_mapping"] = {f"^{prefix.replace('.', chr(92) + '.')}": ""} if prefix else None
         else:

@@ -39,16 +39,23 @@ def check_method(directory: Path, config: Any) -> None:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as known
 
     stored = quantization(config)
-    if stored is None or stored.get("load_in_8bit") or stored.get("load_in_4bit"):  # bitsandbytes names itself so
+    if stored is None:
+        return
+    if stored.get("load_in_8bit") or stored.get("load_in_4bit"):  # bitsandbytes names itself so
         return
     method = stored.get("quant_method")
-    if method not in known:
+    if str(method) not in known:
         raise UserError(
             f"{directory / 'config.json'}: quantization_config.quant_method is {method!r}, which this version of "
             f"transformers does not read; take the model in a form that it reads (fp8, compressed-tensors), or {OTHERWISE}"
         )
-    groups = list((stored.get("config_groups") or {}).values())  # of compressed-tensors
-    if any((g.get("weights"), g.get("format")) != (groups[0].get("weights"), groups[0].get("format")) for g in groups):
+    groups = stored.get("config_groups") or {}  # of compressed-tensors
+    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        raise UserError(
+            f"{directory / 'config.json'}: quantization_config.config_groups is no table of tables; {OTHERWISE}"
+        )
+    schemes = [(g.get("weights"), g.get("format")) for g in groups.values()]
+    if any(scheme != schemes[0] for scheme in schemes):
         raise UserError(
             f"{directory / 'config.json'}: quantization_config.config_groups has several schemes, of which transformers would "
             f"take one for all layers; {OTHERWISE}"
