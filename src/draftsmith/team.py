@@ -19,7 +19,6 @@ from torch import Tensor
 
 from draftsmith.mailbox import Patience, PeerLost
 
-
 PART = 1 << 24  # numbers of another thread's gradients that are on this one's device at a time
 
 
