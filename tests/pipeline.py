@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from draftsmith import config
 from draftsmith.run import start_time, write_json
 
-
 ROUNDING = 2e-3 if torch.cuda.is_available() else 0.0  # bitwise equality is promised on CPUs alone
 
 

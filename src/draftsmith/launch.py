@@ -124,14 +124,14 @@ def run_workers(
     """One start of all workers of this host under torch's elastic agent."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     from draftsmith.rendezvous import register_loopback
     from draftsmith.slots import private_directory, sweep_private_directories
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # this file says it in one place
-    killed_before = out_of_memory_kills()
+    killed_before, attempt_before = out_of_memory_kills(), last_attempt(path)
 
     def tell(failure: Failure) -> None:
         for line in explain(failure, topology, path, out_of_memory_kills() - killed_before):
@@ -168,7 +168,12 @@ def run_workers(
             tell(failure)
         return EXIT_USER if failure.exitcode == EXIT_USER else EXIT_FAILED
     except RendezvousError as error:
-        raise UserError(f"the hosts did not meet at {options.rendezvous}: {error}") from None
+        why = "no connection" if isinstance(error, RendezvousConnectionError) else error
+        if last_attempt(path) == attempt_before:
+            raise UserError(f"the hosts did not meet at {options.rendezvous}: {why}") from None
+        where = f"the meeting at {options.rendezvous} is lost ({why}): the host that served it is gone"
+        console.note(f"{where}; start the others again with another --rendezvous and --run {path} --resume")
+        return EXIT_FAILED
     finally:
         console.output.show_cursor()  # a killed worker that hid it for its progress display cannot
         restarts.close()
