@@ -1,7 +1,6 @@
 """Hosts that go and come: launchers on this machine stand for hosts."""
 
 import re
-import socket
 import subprocess
 from dataclasses import fields
 from pathlib import Path
@@ -30,7 +29,9 @@ from pipeline import (
     agents_of,
     command,
     ended,
+    free_port,
     kill,
+    listens,
     losses,
     pids,
     read_until,
@@ -62,12 +63,6 @@ def uncut(place) -> dict[int, float]:
     return losses(place / "uncut")
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def hosts_of(place: Path, name: str, shared: bool, **run) -> tuple[int, list[list[str]]]:
     """A port, and commands for two hosts that meet there and share a run directory or have one each."""
     port = free_port()
@@ -91,12 +86,6 @@ def check_losses(found: dict[int, float], uncut: dict[int, float]) -> None:
     assert len(found) > 100
     for step in found.keys() & uncut.keys():
         assert found[step] == pytest.approx(uncut[step], rel=1e-5 if step <= 100 else 1e-3), step
-
-
-def listens(port: int) -> bool:
-    """The first host serves the meeting, as --rendezvous says; here both could."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_killed_hosts_end_with_their_workers_and_the_run_goes_on(place):

@@ -18,11 +18,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import rich.console
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from draftsmith.__main__ import parse_recipe
 from draftsmith.config import Config
@@ -92,7 +93,18 @@ def last_word(text: str, terminal: int) -> None:
             os.write(terminal, f"{text}\n".encode())
 
 
-@record  # torchrun shows the error of the first worker that failed
+class ErrorFile(ErrorHandler):
+    """torch's note of an exception, complete or absent: half of one, by a worker that was ended, breaks the launcher."""
+
+    def record_exception(self, e: BaseException) -> None:
+        place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if place:
+            os.environ["TORCHELASTIC_ERROR_FILE"] = f"{place}.tmp"
+            super().record_exception(e)
+            os.replace(f"{place}.tmp", place)
+
+
+@partial(record, error_handler=ErrorFile())  # torchrun shows the error of the first worker that failed
 def work(argv: list[str]) -> int:
     """Meet the others, play the role."""
     options, config = parse_recipe(WorkerOptions, argv, "draftsmith.worker", "a worker process")
