@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import random
 import re
 import shutil
@@ -110,8 +111,10 @@ def test_killed_workers_are_named_and_restarts_give_the_uncut_losses(place, uncu
         kill(pid)
         assert f"{name} (process {pid}, attempt 0) failed: SIGKILL, killed" in read_until(process, "starting again")
     for attempt, victim, step in ((0, "target0", "  8"), (1, "trainer0", " 20")):
-        read_until(process, f"step {step}/")
+        said = read_until(process, f"step {step}/")
         numbers = pids(run, attempt)
+        log = f"{run}/logs/attempt_{attempt}/{platform.node().split('.')[0]}.target0.log"
+        assert said.count(f"target 0 loads on cpu; its lines: {log}\n") == 1
         kill(numbers[victim])
         assert ended(list(numbers.values()), 5)
         said = read_until(process, "starting again")

@@ -193,13 +193,16 @@ def agree(world: World, acts: bool, action: Callable[[], object]) -> None:
 
 
 def redirect(run: RunDirectory, places: list[Place]) -> Notes:
-    """Send everything this process prints to its log; the first trainer's lines go to the launcher's terminal, too."""
+    """Send everything this process prints to its log; the first trainer's lines go to the launcher's terminal, too, and
+    one line of each target, which all wait for while it loads."""
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     log: TextIO = (run.logs / log_name(places)).open("a", buffering=1)
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
     faulthandler.enable(log)
     first = any(place.is_first for place in places)
+    if len(places) == 1 and places[0].role == "target":
+        print(f"{places[0].name} loads on {places[0].device}; its lines: {log.name}", file=terminal)
     shown = Console(rich.console.Console(file=terminal, highlight=False)) if first else None
     return Notes(log, shown)
 
