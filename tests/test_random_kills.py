@@ -102,9 +102,10 @@ def kill_workers(place: Path, kills: Kills, victims: list[int]) -> None:
 
 
 def kill_launcher(place: Path, kills: Kills) -> None:
-    argv = command(place, kills.run, recipe(place, 1, 2, "processes", **ENDLESS), "--unchecked", *kills.resume())
+    """One host, colocated."""
+    argv = command(place, kills.run, recipe(place, 0, 2, "processes", **ENDLESS), "--unchecked", *kills.resume())
     launcher = start(argv, stderr=subprocess.DEVNULL)
-    workers = [worker_of(launcher.pid, each) for each in range(3)]
+    workers = [worker_of(launcher.pid, each) for each in range(2)]
     kills.kill(launcher.pid, "launcher")
     assert ended(workers, 5)
 
