@@ -5,11 +5,13 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,8 +158,9 @@ def worker_of(launcher: int, local: int) -> int:
     def look() -> bool:
         for task in Path(f"/proc/{launcher}/task").iterdir():
             for pid in map(int, (task / "children").read_text().split()):
-                if f"LOCAL_RANK={local}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    found.append(pid)
+                with suppress(OSError):  # it has just ended
+                    if f"LOCAL_RANK={local}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                        found.append(pid)
         return bool(found)
 
     until(look)
@@ -180,6 +183,18 @@ def left_of(run: Path) -> dict[int, str]:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def listens(port: int) -> bool:
+    """The first host serves the meeting, as --rendezvous says; here both could."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def agents_of(place: Path, c: config.Config, name: str, shared: bool = True) -> list[subprocess.Popen]:

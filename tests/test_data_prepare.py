@@ -465,9 +465,11 @@ def test_changed_input_is_not_continued(target, tmp_path):
     writer = ShardWriter(tmp_path / "out", "other")
     writer.save_progress({})
     writer.close()
+    (writer.staging / "documents.parquet").write_text("of the other options")
     with pytest.raises(UserError, match="unfinished preparation"):
         run(target, tmp_path / "out", source)
     assert run(target, tmp_path / "out", source, overwrite=True).kept == 10
+    assert not (tmp_path / "out" / "documents.parquet").exists() and not writer.staging.exists()
 
 
 # ---- the corpus on disk ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Hosts that go and come: launchers on this machine stand for hosts."""
 
 import re
-import socket
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from draftsmith.errors import UserError
 from draftsmith.options import StopOptions, TrainOptions
 from draftsmith.run import (
     EXIT_DONE,
+    EXIT_FAILED,
     EXIT_STOPPED,
+    EXIT_USER,
     Owner,
     begin_attempt,
     check_run,
@@ -23,7 +25,23 @@ from draftsmith.run import (
 )
 from draftsmith.train import train
 from draftsmith.worker import check_recipes
-from pipeline import agents_of, command, ended, kill, losses, pids, read_until, recipe, records, start, until
+from pipeline import (
+    agents_of,
+    command,
+    ended,
+    free_port,
+    kill,
+    listens,
+    losses,
+    pids,
+    read_until,
+    recipe,
+    records,
+    same_values,
+    start,
+    until,
+    worker_of,
+)
 from toy import toy_place
 
 STEPS = 3000
@@ -47,12 +65,20 @@ def uncut(place) -> dict[int, float]:
 
 def hosts_of(place: Path, name: str, shared: bool, **run) -> tuple[int, list[list[str]]]:
     """A port, and commands for two hosts that meet there and share a run directory or have one each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     paths = [place / name] * 2 if shared else [place / f"{name}_{host}" for host in range(2)]
     more = ("--unchecked", "--hosts", "1:2", "--rendezvous", f"127.0.0.1:{port}", "--restarts", "2")
     return port, [command(place, path, of_one_host(place, **run), *more) for path in paths]
+
+
+def start_two(place: Path, run: Path) -> tuple[int, list[subprocess.Popen]]:
+    """Two hosts that share a run directory and end when one of them does; the first serves the meeting at the port."""
+    port = free_port()
+    c = of_one_host(place, save_every=10)
+    argv = command(place, run, c, "--unchecked", "--hosts", "2", "--rendezvous", f"127.0.0.1:{port}")
+    first = start(argv)
+    until(lambda: listens(port))
+    return port, [first, start(argv)]
 
 
 def check_losses(found: dict[int, float], uncut: dict[int, float]) -> None:
@@ -62,10 +88,32 @@ def check_losses(found: dict[int, float], uncut: dict[int, float]) -> None:
         assert found[step] == pytest.approx(uncut[step], rel=1e-5 if step <= 100 else 1e-3), step
 
 
-def listens(port: int) -> bool:
-    """The first host serves the meeting, as --rendezvous says; here both could."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def test_killed_hosts_end_with_their_workers_and_the_run_goes_on(place):
+    """The agent of one host at two moments: before the workers have met, and while they train."""
+    run = place / "killed"
+    port, (dying, other) = start_two(place, run)
+    mine, others = worker_of(dying.pid, 0), worker_of(other.pid, 0)
+    kill(dying.pid)
+    assert ended([mine], 5)
+    rest = other.stderr.read()
+    assert other.wait() == EXIT_USER and f"the hosts did not meet at 127.0.0.1:{port}: no connection" in rest, rest
+    assert ended([others], 5) and not (run / "config.json").exists()
+
+    _, (other, dying) = start_two(place, run)
+    mine = worker_of(dying.pid, 0)
+    read_until(other, "saved ")
+    kill(dying.pid)
+    assert ended([mine], 5)
+    rest = other.stderr.read()
+    assert other.wait() == EXIT_FAILED, rest
+    assert "failed: another worker, perhaps of another host, is gone or silent (exit code 4)" in rest
+    assert f"complete checkpoints are untouched; go on with --run {run} --resume" in rest
+    assert {row["index"] for row in records(run, "open")} == {0, 1} and ended(list(pids(run).values()))
+
+    both = recipe(place, 0, 2, steps=STEPS, stop_after=30, evaluate_every=10**6)  # bitwise the same as two hosts
+    assert train(both, run, resume=True) == EXIT_STOPPED
+    assert train(both, place / "killed_uncut") == EXIT_STOPPED
+    assert losses(run).keys() == set(range(1, 31)) and same_values(losses(run), losses(place / "killed_uncut"))
 
 
 @pytest.mark.long

@@ -1,6 +1,8 @@
 """Stops, kills and restarts of real worker processes; checkpoints in the background."""
 
+import json
 import os
+import platform
 import random
 import re
 import shutil
@@ -12,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +34,7 @@ from draftsmith.run import (
     write_json,
 )
 from draftsmith.train import train
+from draftsmith.worker import ErrorFile
 from pipeline import (
     command,
     ended,
@@ -107,8 +111,10 @@ def test_killed_workers_are_named_and_restarts_give_the_uncut_losses(place, uncu
         kill(pid)
         assert f"{name} (process {pid}, attempt 0) failed: SIGKILL, killed" in read_until(process, "starting again")
     for attempt, victim, step in ((0, "target0", "  8"), (1, "trainer0", " 20")):
-        read_until(process, f"step {step}/")
+        said = read_until(process, f"step {step}/")
         numbers = pids(run, attempt)
+        log = f"{run}/logs/attempt_{attempt}/{platform.node().split('.')[0]}.target0.log"
+        assert said.count(f"target 0 loads on cpu; its lines: {log}\n") == 1
         kill(numbers[victim])
         assert ended(list(numbers.values()), 5)
         said = read_until(process, "starting again")
@@ -164,6 +170,19 @@ def test_a_worker_that_starts_after_its_launchers_end_ends_too(place):
     done = subprocess.run([*argv, "--launcher", str(gone.pid)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (EXIT_TERMINATED, "", "")
     assert not (place / "orphan").exists()
+
+
+def test_a_workers_error_file_is_complete_or_absent(tmp_path, monkeypatch):
+    """Whatever ends a worker while it writes it."""
+    place = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(place))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(json, "dump", Mock(side_effect=KeyboardInterrupt))
+        ErrorFile().record_exception(ValueError("lost"))
+    assert not place.exists()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(place))
+    ErrorFile().record_exception(ValueError("lost"))
+    assert json.loads(place.read_text())["message"]["message"] == "ValueError: lost"
 
 
 # In one process -------------------------------------------------------------------------------------------------------
@@ -254,30 +273,6 @@ def test_the_cause_comes_before_its_consequences():
 
 
 # Long -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_random_kills(place):
-    """Twenty kills of a random worker at random moments, loading included; the losses never differ."""
-    dice = random.Random(0)
-    whole = place / "random_uncut"
-    assert train(recipe(place, 2, 2, steps=300), whole) == EXIT_DONE
-    run, c = place / "random", recipe(place, 2, 2, "processes", steps=300, save_every=7)
-    out = place / "random.out"  # a pipe that nobody empties would block the run
-    process = start(command(place, run, c, "--unchecked", "--restarts", "40"), 1700, stderr=out.open("w"))
-    killed = 0
-    while killed < 20 and process.poll() is None:
-        time.sleep(dice.uniform(0.5, 14.0))
-        attempt = max((r["attempt"] for r in records(run, "open")), default=None) if run.exists() else None
-        alive = [p for p in pids(run, attempt).values() if not ended([p], 0)] if attempt is not None else []
-        if alive:
-            kill(dice.choice(alive))
-            killed += 1
-    assert process.wait() == EXIT_DONE, out.read_text()[-3000:]
-    assert killed >= 5
-    assert losses(run) == losses(whole)
-    assert same(weights(run, 300), weights(whole, 300))
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """The colocated run on a tiny target: prepare -> init -> train -> resume, and every refusal before it starts."""
 
+import io
 import json
 import os
 import shutil
@@ -9,13 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rich.console
 import torch
 from safetensors.torch import load_file
 
 from draftsmith import checkpoint, config
+from draftsmith.console import Console
 from draftsmith.data.options import PrepareOptions
 from draftsmith.data.prepare import prepare
 from draftsmith.errors import UserError
+from draftsmith.host import run_host
 from draftsmith.init import write_recipe
 from draftsmith.job import open_job
 from draftsmith.launch import launch
@@ -175,6 +179,7 @@ def test_refusals_before_anything_is_written(place, tmp_path):
         ({"restarts": -1}, "--restarts -1"),
         ({"profile": "a"}, "--profile 'a'"),
         ({"profile": "5:2"}, "--profile '5:2'"),
+        ({"profile": "21:30"}, "--profile 21:30: the run's last step is 20"),
         ({"hosts": "2", "rendezvous": "here"}, "HOST:PORT"),
         ({"hosts": "2", "rendezvous": "here:99999"}, "HOST:PORT"),
     ],
@@ -183,6 +188,17 @@ def test_flags_are_refused_before_anything_is_written(place, tmp_path, flags, me
     with pytest.raises(UserError, match=message):
         launch(TrainOptions(place / "recipe.toml", run=tmp_path / "run", **flags), recipe(place))
     assert not list(tmp_path.iterdir())
+
+
+def test_profiled_steps_that_did_not_come_up_are_told(place, tmp_path):
+    said = io.StringIO()
+    console, run = Console(rich.console.Console(file=said, width=200)), tmp_path / "run"
+    assert run_host(recipe(place, stop_after=7), run, False, console, "5:9") == EXIT_STOPPED
+    assert "--profile 5:9: 3 of 5 steps were profiled" in said.getvalue() and list((run / "profiles").iterdir())
+    assert run_host(recipe(place, stop_after=10), run, True, console, "5:9") == EXIT_STOPPED
+    assert "--profile 5:9: 2 of 5 steps were profiled" in said.getvalue(), "8 and 9"
+    assert run_host(recipe(place, stop_after=12), run, True, console, "11:12") == EXIT_STOPPED
+    assert "--profile 11:12" not in said.getvalue()
 
 
 def test_a_recipe_holds_any_path_and_option_name(place, tmp_path):

@@ -216,7 +216,7 @@ def count_launches(device: torch.device) -> Iterator[Callable[[], Launches]]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:
         yield lambda: _launches(profiler)
         torch.cuda.synchronize(device)
 

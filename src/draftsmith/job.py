@@ -132,6 +132,12 @@ def total_steps(config: Config, units: UnitSequence) -> int:
     return max(1, round(rows / config.unit.per_step))
 
 
+def last_step(job: Job) -> int:
+    """The run's, or run.stop_after where that comes before it."""
+    total = total_steps(job.config, UnitSequence(job.corpus, job.shape, job.config.run.seed))
+    return min(total, job.config.run.stop_after or total)
+
+
 def row_plan(job: Job) -> RowPlan:
     """The shape of the rows that the target will get."""
     return RowPlan(job.shape.tokens, int(max(c.lengths.max(initial=0) for c in (job.corpus, job.held_out))))

@@ -24,7 +24,7 @@ from draftsmith.config import Config
 from draftsmith.console import Console
 from draftsmith.errors import UserError
 from draftsmith.options import StopOptions, TrainOptions
-from draftsmith.profile import profiled_steps
+from draftsmith.profile import check_in_run, profiled_steps
 from draftsmith.run import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -58,7 +58,7 @@ SIGNALS = {
 def launch(options: TrainOptions, config: Config) -> int:
     """`draftsmith train`. Returns an exit code of run.py."""
     from draftsmith.host import run_host
-    from draftsmith.job import open_job, topology_of
+    from draftsmith.job import last_step, open_job, topology_of
 
     path = options.run or Path("runs") / options.recipe.stem
     check_options(options)
@@ -67,6 +67,8 @@ def launch(options: TrainOptions, config: Config) -> int:
 
         config = best_topology(config)
     hosts, topology = hosts_of(options), topology_of(config)
+    if options.profile is not None:
+        check_in_run(options.profile, last_step(open_job(config)))
     if not options.unchecked:
         from draftsmith.doctor import refuse_unfit
 
@@ -124,14 +126,14 @@ def run_workers(
     """One start of all workers of this host under torch's elastic agent."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     from draftsmith.rendezvous import register_loopback
     from draftsmith.slots import private_directory, sweep_private_directories
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # this file says it in one place
-    killed_before = out_of_memory_kills()
+    killed_before, attempt_before = out_of_memory_kills(), last_attempt(path)
 
     def tell(failure: Failure) -> None:
         for line in explain(failure, topology, path, out_of_memory_kills() - killed_before):
@@ -168,13 +170,23 @@ def run_workers(
             tell(failure)
         return EXIT_USER if failure.exitcode == EXIT_USER else EXIT_FAILED
     except RendezvousError as error:
-        raise UserError(f"the hosts did not meet at {options.rendezvous}: {error}") from None
+        why = "no connection" if isinstance(error, RendezvousConnectionError) else str(error)
+        console.note(lost(options.rendezvous, why, path, last_attempt(path) != attempt_before))
+        return EXIT_FAILED
     finally:
         console.output.show_cursor()  # a killed worker that hid it for its progress display cannot
         restarts.close()
         shutil.rmtree(notes, ignore_errors=True)
         sweep_private_directories()
     return read_outcome(RunDirectory(path, attempt_of(path)))
+
+
+def lost(rendezvous: str, why: str, path: Path, met: bool) -> str:
+    """What is said of a meeting that is no more; UserError where its workers had not `met`."""
+    if not met:
+        raise UserError(f"the hosts did not meet at {rendezvous}: {why}") from None
+    where = f"the meeting at {rendezvous} is lost ({why}): the host that served it is gone"
+    return f"{where}; start the others again with another --rendezvous and --run {path} --resume"
 
 
 def write_recipe(path: Path, config: Config) -> None:

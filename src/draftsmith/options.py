@@ -51,7 +51,7 @@ class TrainOptions:
     unchecked: bool = False
     """Train even if the quick half of `draftsmith doctor`, which runs first, finds something wrong."""
     profile: str | None = None
-    """FIRST:LAST: profile these steps of the first trainer (`draftsmith trace` shows them)."""
+    """FIRST:LAST: profile these steps of the first trainer, counted from 1 (`draftsmith trace` shows them)."""
 
 
 @dataclass(frozen=True)

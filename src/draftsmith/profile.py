@@ -7,22 +7,25 @@ from draftsmith.errors import UserError
 
 class StepProfiler:
     """Profiles the steps `first`..`last` (both included, 1 = the first step) of one worker; nothing if `steps` is None.
+    A run that begins between them profiles the rest.
 
     Writes RUN/profiles/WORKER.json.gz, a Chrome trace on the wall clock. Raises UserError for a malformed `steps`.
     """
 
     def __init__(self, run: Path, worker: str, steps: str | None):
         self._path = run / "profiles" / f"{worker}.json.gz"
-        self._first, self._last = profiled_steps(steps) if steps else (0, -1)
-        self._profiler = None
+        self._first, self._last = profiled_steps(steps) if steps else (1, 0)
+        self._profiler, self._done = None, 0
 
     def before(self, step: int) -> None:
         """Call before step `step` begins, and once more with the number after the last step to end a profile there."""
-        if step == self._first and self._profiler is None and self._first <= self._last:
-            from torch.profiler import profile
+        if self._first <= step <= self._last:
+            self._done += 1
+            if self._profiler is None:
+                from torch.profiler import profile
 
-            self._profiler = profile(record_shapes=False, with_stack=False)
-            self._profiler.start()
+                self._profiler = profile(record_shapes=False, with_stack=False)
+                self._profiler.start()
         elif step > self._last and self._profiler is not None:
             self.close()
 
@@ -35,6 +38,13 @@ class StepProfiler:
         self._profiler.export_chrome_trace(str(self._path))
         self._profiler = None
 
+    def missed(self) -> str | None:
+        """At the end: a sentence if fewer steps were profiled than asked for."""
+        asked = self._last - self._first + 1
+        if self._done == asked:
+            return None
+        return f"--profile {self._first}:{self._last}: {self._done} of {asked} steps were profiled, no more were trained now"
+
 
 def profiled_steps(steps: str) -> tuple[int, int]:
     """ "20:25" -> (20, 25); "20" -> (20, 20). UserError for anything else."""
@@ -42,3 +52,10 @@ def profiled_steps(steps: str) -> tuple[int, int]:
     if not first.isdigit() or not (last or first).isdigit() or int(first) < 1 or int(last or first) < int(first):
         raise UserError(f"--profile {steps!r}: give FIRST:LAST, steps counted from 1, e.g. 20:25")
     return int(first), int(last or first)
+
+
+def check_in_run(steps: str, last: int) -> None:
+    """UserError where none of them would come up, `last` being the run's last step."""
+    first, _ = profiled_steps(steps)
+    if first > last:
+        raise UserError(f"--profile {steps}: the run's last step is {last}, so that nothing would be profiled")

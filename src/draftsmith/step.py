@@ -23,13 +23,12 @@ from draftsmith.loss import BlockLoss, Head, block_cross_entropy, decay_weights
 from draftsmith.optimizer import AdamW, FlatParameters
 from draftsmith.static import PinnedRing, StaticUnit
 from draftsmith.step_modes import (
-    COMPILE_LOCK,
     WARM_UP,
     Graph,
     compiled,
+    compiling,
     on_side_stream,
     resolve_mode,
-    unlimited_variants,
 )
 from draftsmith.unit import UnitShape
 
@@ -118,7 +117,7 @@ class TrainStep:
         """
         if self.prepared:
             return
-        with COMPILE_LOCK, unlimited_variants(), self._on_device():
+        with compiling(), self._on_device():
             kept = self.flat.reduced.clone() if self._dirty else None
             saved = [x.clone() for x in self._counters()]
             self.flat.reduced.zero_()

@@ -13,6 +13,7 @@ thread trains; then `forbid_recompiles` (host.Meeting). A CUDA graph belongs to 
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -69,12 +70,14 @@ def compiled(function: Callable, mode: Resolved) -> Callable:
 
 
 @contextmanager
-def unlimited_variants() -> Iterator[None]:
-    """Compile inside. torch gives up on a function after 8 variants of it, as a guard against shapes that change; here
-    each worker thread, and each run of the process, has a variant of its own."""
+def compiling() -> Iterator[None]:
+    """Compile inside, holding COMPILE_LOCK. torch gives up on a function after 8 variants of it, as a guard against shapes
+    that change; here each worker thread, and each run of the process, has a variant of its own."""
     import torch._dynamo  # slow, and modes that compile nothing do without
 
-    with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
+    many = torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY)
+    with COMPILE_LOCK, many, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TensorFloat32")  # float32 is kept for what has to be exact
         yield
 
 

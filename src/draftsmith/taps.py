@@ -5,6 +5,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -86,6 +87,7 @@ class MailedTaps:
         self._stream = torch.cuda.Stream(static.device) if static.device.type == "cuda" else None
         if self._stream is not None:
             self._staging = torch.empty_like(static)
+            self._source_streams: dict[torch.device, torch.cuda.Stream] = {}
             self._arrived = torch.cuda.Event(blocking=True)
             self._copied_out = torch.cuda.Event()
 
@@ -147,7 +149,7 @@ class MailedTaps:
         self._out_of_work = torch.cuda.Event(enable_timing=True)
         self._out_of_work.record(torch.cuda.current_stream(device))
         slot = self._take(item)
-        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(device), self._reading(slot.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._copied_out)
             with self._events.work("pull", **attribute(item.kind, item.number)):
                 self._staging.copy_(slot, non_blocking=True)
@@ -155,3 +157,12 @@ class MailedTaps:
         self._arrived.synchronize()
         self._end.give_back(item)
         self._pulled = True
+
+    def _reading(self, source: torch.device) -> AbstractContextManager:
+        """torch copies between GPUs on the source's current stream. On its default stream such a copy begins only when both
+        GPUs have done all that they were given, the running step included (CUDA guide, peer-to-peer memory copies)."""
+        if source.type != "cuda" or source == self._static.device:
+            return nullcontext()
+        if source not in self._source_streams:
+            self._source_streams[source] = torch.cuda.Stream(source)
+        return torch.cuda.stream(self._source_streams[source])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftsmith.step_modes import Graph, on_side_stream, unlimited_variants
+from draftsmith.step_modes import Graph, compiling, on_side_stream
 
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # ids [1, T], positions [1, T] -> K taps [T, H]
 
@@ -43,7 +43,7 @@ class FixedShape:
         for whole in (True, False):
             call = torch.compile(forward, dynamic=False, fullgraph=whole, **options)
             try:
-                with unlimited_variants():
+                with compiling():
                     for _ in range(WARM_UP):
                         call(self.ids, self.positions)
             except RuntimeError as error:  # dynamo's and inductor's errors are RuntimeErrors

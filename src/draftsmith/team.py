@@ -19,6 +19,8 @@ from torch import Tensor
 
 from draftsmith.mailbox import Patience, PeerLost
 
+PART = 1 << 24  # numbers of another thread's gradients that are on this one's device at a time
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -72,7 +74,8 @@ class Member:
             self._publish(flat)
             if self.index == 0:
                 for other in team.values[1:]:
-                    flat.add_(other.to(flat.device))
+                    for mine, part in zip(flat.split(PART), other.split(PART), strict=True):
+                        mine.add_(part.to(flat.device))
         if self.index == 0 and team.groups is not None:
             with peers("the sum of the gradients"):
                 if flat.device.type == "cuda":

@@ -127,6 +127,8 @@ def train_steps(shop: Workshop, loader: Loader[int]) -> int:
             saves.begin()
         if last or stopping:
             profiler.close()
+            if (missed := profiler.missed()) is not None:
+                worker.console.note(missed)
             return done
     return plan.total
 

@@ -18,11 +18,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import rich.console
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from draftsmith.__main__ import parse_recipe
 from draftsmith.config import Config
@@ -92,7 +93,18 @@ def last_word(text: str, terminal: int) -> None:
             os.write(terminal, f"{text}\n".encode())
 
 
-@record  # torchrun shows the error of the first worker that failed
+class ErrorFile(ErrorHandler):
+    """torch's note of an exception, complete or absent: half of one, by a worker that was ended, breaks the launcher."""
+
+    def record_exception(self, e: BaseException) -> None:
+        place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if place:
+            os.environ["TORCHELASTIC_ERROR_FILE"] = f"{place}.tmp"
+            super().record_exception(e)
+            os.replace(f"{place}.tmp", place)
+
+
+@partial(record, error_handler=ErrorFile())  # torchrun shows the error of the first worker that failed
 def work(argv: list[str]) -> int:
     """Meet the others, play the role."""
     options, config = parse_recipe(WorkerOptions, argv, "draftsmith.worker", "a worker process")
@@ -181,13 +193,16 @@ def agree(world: World, acts: bool, action: Callable[[], object]) -> None:
 
 
 def redirect(run: RunDirectory, places: list[Place]) -> Notes:
-    """Send everything this process prints to its log; the first trainer's lines go to the launcher's terminal, too."""
+    """Send everything this process prints to its log; the first trainer's lines go to the launcher's terminal, too, and
+    one line of each target, which all wait for while it loads."""
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     log: TextIO = (run.logs / log_name(places)).open("a", buffering=1)
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
     faulthandler.enable(log)
     first = any(place.is_first for place in places)
+    if len(places) == 1 and places[0].role == "target":
+        print(f"{places[0].name} loads on {places[0].device}; its lines: {log.name}", file=terminal)
     shown = Console(rich.console.Console(file=terminal, highlight=False)) if first else None
     return Notes(log, shown)
 

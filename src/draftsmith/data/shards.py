@@ -124,8 +124,8 @@ class ShardWriter:
         self._fingerprint, self._files = fingerprint, {}
         if self.out.exists() and not overwrite:
             raise UserError(f"{self.out}: exists already; name another directory, or add --overwrite")
-        self._sizes = self._take_over()
         self._lock = self._hold()
+        self._sizes = self._take_over()
         for name in self._names():
             self._files[name] = self._open(name)
         if self.progress is None:
@@ -209,8 +209,9 @@ class ShardWriter:
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def _hold(self) -> TextIO:
-        """The unfinished directory's lock; UserError where another process prepares there."""
+        """The unfinished directory, made if need be, and its lock; UserError where another process prepares there."""
         try:
+            self.staging.mkdir(parents=True, exist_ok=True)
             file = (self.staging / "lock").open("a")
         except OSError as error:
             raise UserError(f"{self.out}: cannot be written: {error}") from None
@@ -220,21 +221,25 @@ class ShardWriter:
     def _take_over(self) -> dict[str, int]:
         """Sizes to go on from, after checking that the unfinished directory belongs to this preparation."""
         record = self.staging / "progress.json"
-        if self.staging.exists():
-            self._hold().close()
-            saved = json.loads(record.read_text()) if record.exists() else None
-            if saved is not None and saved["fingerprint"] == self._fingerprint:
-                self.progress = saved["state"]
-                return saved["sizes"]
-            if saved is not None and not self.overwrite:
-                raise UserError(
-                    f"{self.staging}: holds an unfinished preparation with other options or inputs; repeat it to finish "
-                    "it, or drop it with --overwrite"
-                )
-            shutil.rmtree(self.staging)
+        saved = json.loads(record.read_text()) if record.exists() else None
+        if saved is not None and saved["fingerprint"] == self._fingerprint:
+            self.progress = saved["state"]
+            return saved["sizes"]
+        if saved is not None and not self.overwrite:
+            self._lock.close()
+            raise UserError(
+                f"{self.staging}: holds an unfinished preparation with other options or inputs; repeat it to finish "
+                "it, or drop it with --overwrite"
+            )
         try:
+            record.unlink(missing_ok=True)  # first, since it vouches for the rest
+            for path in self.staging.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != "lock":
+                    path.unlink()
             for split in SPLITS:
-                (self.staging / split).mkdir(parents=True)
+                (self.staging / split).mkdir()
         except OSError as error:
             raise UserError(f"{self.out}: cannot be written: {error}") from None
         return {}
