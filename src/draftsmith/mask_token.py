@@ -29,14 +29,14 @@ def find_mask_token(directory: Path, trust_remote_code: bool = False) -> tuple[i
     used = tokens_in_use(directory, tokenizer)
     vocabulary = tokenizer.get_vocab()
     rows = describe(directory, trust_remote_code).vocab_size
+    special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special and i < rows}
     for name in MASK_NAMES:
         token = vocabulary.get(name)
-        if token is not None and token < rows and token not in used:
+        if token in special and token not in used:
             return token, f"the tokenizer's own {name}"
     free = unused_rows(rows, tokenizer)
     if free:
         return free[0], f"first of {len(free)} embedding rows that the tokenizer does not use"
-    special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special and i < rows}
     spare = {i: t for i, t in special.items() if i not in used}
     for i in sorted(spare, key=lambda i: (RESERVED.search(spare[i]) is None, -i)):
         return i, f"special token {spare[i]}, which the chat template does not write; the vocabulary has no free row"
