@@ -17,6 +17,7 @@ from draftsmith.errors import UserError
 from draftsmith.target import Target, describe, load_tables
 from draftsmith.target_load import load_whole
 from quantised import (
+    F8,
     FORMATS,
     FP8,
     HIDDEN,
@@ -50,7 +51,7 @@ def refusal(directory: Path, whole: bool = True) -> str:
         Target.load(directory, TAPS, torch.float32, CPU)
     if whole:
         with pytest.raises(UserError, match=r"^.+$"):
-            load_whole(directory, torch.float32)
+            load_whole(directory, torch.float32, CPU)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -76,13 +77,17 @@ def test_taps_are_those_of_the_floats_it_stands_for_or_a_package_is_named(name, 
         assert "; name the same" in why or "install what is missing, or name the same model in plain floats" in why
         return
     model.load_state_dict(plain, strict=False)
-    hidden = model(input_ids=IDS[None], output_hidden_states=True, use_cache=False).hidden_states
-    want = torch.cat([hidden[t + 1][0] for t in TAPS], -1)
+    answer = model(input_ids=IDS[None], output_hidden_states=True, use_cache=False)
+    want = torch.cat([answer.hidden_states[t + 1][0] for t in TAPS], -1)
     got, target = taps_of(tmp_path)
     assert float((got - want).norm() / want.norm()) < made.tolerance
     assert f"float32, quantised by {method}" in target.report()[0]
     names = {n for n, _ in target.decoder.named_modules()}
     assert "layers.3" in names and "layers.4" not in names and not any("lm_head" in n for n in names)
+    whole = load_whole(tmp_path, torch.float32, CPU)  # its own tables are the drafter's in evaluations
+    assert whole.get_output_embeddings().weight.dtype == whole.get_input_embeddings().weight.dtype == torch.float32
+    logits = whole(input_ids=IDS[None], use_cache=False).logits
+    assert float((logits - answer.logits).norm() / answer.logits.norm()) < 2 * made.tolerance
 
 
 @pytest.mark.parametrize(
@@ -116,6 +121,59 @@ def test_what_transformers_would_read_wrongly_or_not_at_all_is_refused(quantizat
     quantise(tmp_path, quantization, fp8_rows)
     with pytest.raises(UserError, match=why):
         Target.load(tmp_path, TAPS, torch.float32, CPU)
+
+
+SCALELESS = ["fp8", "compressed-tensors, fp8", "compressed-tensors, int8", "bitsandbytes, int8", "bitsandbytes, nf4"]
+
+
+@pytest.mark.parametrize("name", SCALELESS)
+def test_a_weight_without_its_scale_is_refused(name, tmp_path):
+    """transformers takes the weight for a plain one, also where the activations have a scale."""
+    save_plain(tmp_path)
+    quantise(tmp_path, FORMATS[name].quantization, FORMATS[name].store)
+    module = "model.layers.2.mlp.down_proj"
+    stored = [n.removeprefix(f"{module}.") for n in load_file(tmp_path / "model.safetensors") if n.startswith(module)]
+    scale = next(n for n in stored if n in ("weight_scale_inv", "weight_scale", "SCB", "weight.absmax"))
+    change(tmp_path, f"{module}.{scale}", input_scale=torch.ones(1))
+    assert f"{module}.weight is quantised" in refusal(tmp_path) and "no scale lies beside it" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "why"),
+    [
+        ([64, 64], "blocks are [64, 64] by quantization_config.weight_block_size: they ask for [1, 2]"),
+        (128, "weight_block_size is 128, not two numbers"),
+        ([0, 32], "weight_block_size is [0, 32], not two numbers"),
+    ],
+)
+def test_scales_and_block_size_that_contradict_each_other_are_refused(blocks, why, tmp_path):
+    save_plain(tmp_path)
+    quantise(tmp_path, FP8 | {"weight_block_size": blocks}, fp8_blocks)
+    assert why in refusal(tmp_path)
+
+
+def test_blocks_that_do_not_fill_a_weight_are_refused(tmp_path):
+    """transformers divides 64 rows by 2 scales, so that the second begins at row 32 instead of 48."""
+    save_plain(tmp_path)
+    quantise(
+        tmp_path,
+        FP8 | {"weight_block_size": [48, 128]},
+        lambda w: (
+            {"weight": w.to(F8), "weight_scale_inv": torch.ones(-(-w.shape[0] // 48), -(-w.shape[1] // 128))},
+            w,
+        ),
+    )
+    assert "transformers needs whole blocks" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_taps_that_are_not_finite_are_refused(family, tmp_path):
+    """Packed and one by one; what a damaged scale makes of a weight is no different."""
+    save_family(family, tmp_path)
+    name = "model.layers.1.post_attention_layernorm.weight"
+    weight = load_file(tmp_path / "model.safetensors")[name]
+    change(tmp_path, name, weight=torch.where(torch.arange(len(weight)) == 3, torch.inf, weight))
+    assert "target.model: the output of layer 1 is not finite in float32" in refusal(tmp_path, whole=False)
 
 
 def test_several_schemes_in_one_checkpoint_are_refused(tmp_path):
@@ -188,7 +246,7 @@ def test_layers_that_do_not_run_are_told_in_one_line(mxfp4, monkeypatch, error):
     monkeypatch.setattr("transformers.models.gpt_oss.modeling_gpt_oss.GptOssMLP.forward", forward)
     why = refusal(mxfp4, whole=False)
     assert f"whose layers do not run on cpu in float32: {str(error) or 'AssertionError'};" in why
-    assert 'set target.dtype = "bfloat16"' in why
+    assert "set the dtype to bfloat16" in why
 
 
 def test_a_text_tower_knows_the_quantisation_of_the_whole(tmp_path):

@@ -136,7 +136,7 @@ def open_session(options: EvaluateOptions) -> Session:
     tokenizer = load_tokenizer(directory, info.trusts_remote_code)
     if tokenizer.chat_template is None and info.chat_template is None:
         raise UserError(f"{directory}: the tokenizer has no chat template, and the drafter's recipe names none")
-    model = load_whole(directory, dtype, info.trusts_remote_code).to(device)
+    model = load_whole(directory, dtype, device, info.trusts_remote_code)
     drafter.to(device, dtype)
     tables = shared_tables(model, measure_scales(directory, model.config, info.trusts_remote_code))
     return Session(

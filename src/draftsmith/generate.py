@@ -109,7 +109,7 @@ class Generator:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         fast = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else torch.float32
         chosen = {"auto": fast, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-        model = load_whole(model_dir, chosen).to(device)
+        model = load_whole(model_dir, chosen, device)
         stop = model.generation_config.eos_token_id
         stop = model.config.get_text_config().eos_token_id if stop is None else stop
         return cls(model, frozenset([] if stop is None else [stop] if isinstance(stop, int) else stop))

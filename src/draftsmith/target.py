@@ -24,7 +24,7 @@ from draftsmith.target_facts import TargetFacts, describe, read_config
 from draftsmith.target_fuse import fuse_siblings
 from draftsmith.target_kernels import FlexBlocks
 from draftsmith.target_load import find_layers, load_decoder, quiet
-from draftsmith.target_proof import Survey, prove, survey
+from draftsmith.target_proof import Survey, check_finite, prove, survey
 from draftsmith.target_run import FixedShape
 from draftsmith.target_storage import QUANTIZERS_RAISE, cannot_run, quantization, storage_report
 from draftsmith.weights import last_layers
@@ -69,7 +69,7 @@ class Target:
         """Read what the taps need of the model in `directory`, and prove that documents of a packed row stay apart.
 
         mode: eager, compile, reduce-overhead or graph; auto: graph on CUDA, eager on CPU. All but eager need `rows`.
-        UserError when a tensor is missing or does not fit.
+        UserError when a tensor is missing or does not fit, or when taps are not finite.
         """
         device = torch.device(device)
         mode = ("graph" if device.type == "cuda" else "eager") if mode == "auto" else mode
@@ -84,7 +84,7 @@ class Target:
         try:
             target = cls.over(decoder.to(device), taps, device, mode=mode, rows=rows)
             if not target.packed:  # nothing has run it yet
-                target.alone(torch.zeros(8, dtype=torch.int64, device=device))
+                check_finite(target.alone(torch.zeros(8, dtype=torch.int64, device=device)), taps)
         except QUANTIZERS_RAISE as error:
             if quantization(config) is None or isinstance(error, torch.OutOfMemoryError | UserError):
                 raise

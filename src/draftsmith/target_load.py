@@ -24,9 +24,11 @@ from draftsmith.target_storage import (
     OTHERWISE,
     QUANTIZERS_RAISE,
     cannot_load,
+    cannot_run,
     check_all_read,
     check_method,
     check_plain,
+    check_scaled,
     is_widened,
     quantization,
     reader,
@@ -70,6 +72,9 @@ def load_decoder(
         shards = Shards.open(directory)
         prefix = tower_prefix(shards, directory) if text is not config else ""
         if quantization(config) is not None:
+            check_scaled(
+                [t for n, t in shards.tensors.items() if n.startswith(prefix) and _is_wanted(n, keep)], shards, config
+            )
             family, whole = causal_class(family, config)
             options["key_mapping"] = {f"^{prefix.replace('.', chr(92) + '.')}": ""} if prefix else None
         else:
@@ -84,7 +89,7 @@ def load_decoder(
             model, info = cut(family, keep).from_pretrained(place, **options)
             if is_widened(config) and model.is_quantized:
                 model = model.dequantize(dtype)
-            _settle_dtype(model, dtype)
+            _settle_dtype(model, dtype, model.built_from)
             if not stored:
                 bar.advance(len(model.state_dict()))
     except QUANTIZERS_RAISE as error:
@@ -96,10 +101,11 @@ def load_decoder(
     return decoder.eval().requires_grad_(False)
 
 
-def load_whole(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """The whole causal language model, on the CPU, in eval mode: for replies and for verification.
+def load_whole(directory: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
+    """The whole causal language model, in eval mode: for replies and for verification.
 
-    UserError where transformers cannot make one of the directory, or would read quantised weights wrongly.
+    UserError where transformers cannot make one of the directory, or would read quantised weights wrongly, or where its
+    quantised layers do not run on `device`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -108,6 +114,8 @@ def load_whole(directory: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     shards = Shards.open(directory)
     if quantization(config) is None:
         check_plain(list(shards.tensors.values()))
+    else:
+        check_scaled(list(shards.tensors.values()), shards, config)
     options = dict(dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
     try:
         with quiet(), with_reasons():
@@ -118,10 +126,22 @@ def load_whole(directory: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
                 model = model.dequantize(dtype)
     except (*QUANTIZERS_RAISE, SafetensorError) as error:
         raise cannot_load(directory, config, error, " as a causal language model") from None
-    if quantization(config) is not None:
-        _check(info, shards, "", directory, config)
-        check_all_read(list(info["unexpected_keys"]), shards, config)
-    return model.eval()
+    if quantization(config) is None:
+        return model.to(device).eval()
+    _check(info, shards, "", directory, config)
+    check_all_read(list(info["unexpected_keys"]), shards, config)
+    with torch.device("meta"), quiet():
+        plain = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    _settle_dtype(model, dtype, {n: type(m) for n, m in plain.named_modules()})
+    try:
+        model = model.to(device).eval()
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 8, dtype=torch.int64, device=device), use_cache=False)
+    except QUANTIZERS_RAISE as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise cannot_run(directory, config, dtype, device, error) from None
+    return model
 
 
 def _is_wanted(name: str, keep: range) -> bool:
@@ -156,15 +176,17 @@ def cut(family: type, keep: range) -> type:
     return type(family.__name__, (family,), {"__init__": build, "__module__": family.__module__})
 
 
-def _settle_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the family's own weights the asked dtype where transformers left them as they are stored.
+def _settle_dtype(model: nn.Module, dtype: torch.dtype, built_from: dict[str, type]) -> None:
+    """Give the family's own weights the asked dtype where transformers left them as they are stored. `built_from`: the
+    types of its modules before a quantizer changed any.
 
-    Some versions (5.17 is one) do that with every tensor of a quantised checkpoint that changes its name, as all do when
-    a decoder is loaded without its head, and turn MXFP4 into bfloat16 whatever is asked for. Modules that a quantizer put
-    in the place of the family's keep what they have, and so does float32: families ask for it on purpose.
+    bitsandbytes always leaves them so. Some versions (5.17 is one) do that with every tensor of a quantised checkpoint
+    that changes its name, as all do when a decoder is loaded without its head, and turn MXFP4 into bfloat16 whatever is
+    asked for. Modules that a quantizer put in the place of the family's keep what they have, and so does float32:
+    families ask for it on purpose.
     """
     for name, module in model.named_modules():
-        if model.built_from.get(name) is type(module):
+        if built_from.get(name) is type(module):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if tensor.dtype in HALVES:
                     tensor.data = tensor.data.to(dtype)

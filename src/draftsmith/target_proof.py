@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.errors import UserError
 from draftsmith.target_attention import PACKED, DocumentLoop, Scores, attach
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def prove(target: "Target", found: Survey, tokens: int | None) -> Survey:
 
     Alone means transformers' own eager attention, no packing. A second row has other neighbours, which must change
     nothing. `tokens` is the fixed length of rows, None where any length goes. Returns `found`, with a refusal if it fails.
+    UserError where the target's own taps are not finite.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.decoder.get_input_embeddings().weight.shape[0]
@@ -86,6 +88,8 @@ def prove(target: "Target", found: Survey, tokens: int | None) -> Survey:
     positions = torch.arange(PROBE, device=target.device)[None]
     alone = [target.forward(p[None].to(target.device), positions) for p in probes]
     target.decoder.set_attn_implementation(PACKED)
+    for taps in alone:
+        check_finite(taps, target.taps)
     tolerance = min(0.1, 1000 * torch.finfo(found.dtype).eps)
     for place, name in enumerate(("first", "middle", "last")):
         moved = _difference(packed[0][place], packed[1][place])
@@ -95,6 +99,16 @@ def prove(target: "Target", found: Survey, tokens: int | None) -> Survey:
         if wrong > tolerance:
             return replace(found, refusal=f"packed taps differ from those alone by {wrong:.2g} ({name} place)")
     return found
+
+
+def check_finite(taps: tuple[Tensor, ...], layers: tuple[int, ...]) -> None:
+    """UserError for taps that hold NaN or infinity."""
+    for layer, tap in zip(layers, taps, strict=True):
+        if not tap.isfinite().all():
+            raise UserError(
+                f"target.model: the output of layer {layer} is not finite in {str(tap.dtype).removeprefix('torch.')}: a weight "
+                'or a scale is damaged (fetch the model again), or the dtype is too narrow (set target.dtype = "bfloat16")'
+            )
 
 
 def _packed(
@@ -131,6 +145,8 @@ def _difference(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
     worst = 0.0
     for a, b in zip(got, want, strict=True):
         a, b = a.float(), b.float()
+        if not a.isfinite().all():
+            return float("inf")
         relative = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-20)
         worst = max(worst, float(relative.median()), float(relative[:FIRST].median()))
     return worst

@@ -26,6 +26,7 @@ QUANTIZERS_RAISE = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, OSError, AssertionError,
 )  # fmt: skip
 ACTIVATIONS = ("input", "output", "activation")  # scales of what flows through a layer: plain weights do without
+SCALES = re.compile("scale|SCB|absmax")  # how quantizers name the scales of a weight
 
 
 def quantization(config: Any) -> dict[str, Any] | None:
@@ -48,6 +49,13 @@ def check_method(directory: Path, config: Any) -> None:
         raise UserError(
             f"{directory / 'config.json'}: quantization_config.quant_method is {method!r}, which this version of "
             f"transformers does not read; take the model in a form that it reads (fp8, compressed-tensors), or {OTHERWISE}"
+        )
+    block = stored.get("weight_block_size")  # of fp8
+    if block is not None and not (
+        isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise UserError(
+            f"{directory / 'config.json'}: quantization_config.weight_block_size is {block!r}, not two numbers; {OTHERWISE}"
         )
     groups = stored.get("config_groups") or {}  # of compressed-tensors
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
@@ -108,6 +116,44 @@ def check_plain(tensors: list[StoredTensor]) -> None:
             )
 
 
+def check_scaled(tensors: list[StoredTensor], shards: Shards, config: Any) -> None:
+    """Refuse quantised weights among `tensors` without a scale, which transformers takes for plain ones, and scales of FP8
+    blocks that it would lay over the weight in blocks of another size: it divides the weight evenly."""
+    beside: dict[str, list[str]] = {}
+    for name in shards.tensors:
+        module, found, leaf = name.partition(".weight")
+        if not found:
+            module, _, leaf = name.rpartition(".")
+        if SCALES.search(leaf) and not leaf.lstrip("._").startswith(ACTIVATIONS):
+            beside.setdefault(module, []).append(name)
+    for weight in tensors:
+        if weight.dtype in (*PLAIN, "BOOL", "I64") or len(weight.shape) < 2 or not weight.name.endswith(".weight"):
+            continue
+        scales = beside.get(weight.name.removesuffix(".weight"))
+        if not scales:
+            raise UserError(
+                f"{weight.path}: {weight.name} is quantised ({weight.dtype}), but no scale lies beside it; fetch the model "
+                f"again, or {OTHERWISE}"
+            )
+        scale, block = shards.tensors[scales[0]], (quantization(config) or {}).get("weight_block_size")
+        if block and weight.dtype.startswith("F8") and len(scale.shape) == len(weight.shape) == 2:
+            _check_blocks(weight, scale, block)
+
+
+def _check_blocks(weight: StoredTensor, scale: StoredTensor, block: list[int]) -> None:
+    grid = tuple(-(-n // b) for n, b in zip(weight.shape, block, strict=True))
+    even = all(n % b == 0 or n < b for n, b in zip(weight.shape, block, strict=True))
+    if scale.shape == grid and even:
+        return
+    if scale.shape != grid and scale.dtype not in PLAIN:
+        return  # MXFP8 and MXFP4 layers of such checkpoints have blocks of their own
+    why = "transformers needs whole blocks" if scale.shape == grid else f"they ask for {list(grid)}"
+    raise UserError(
+        f"{scale.path}: {scale.name} is {list(scale.shape)}, {weight.name} {list(weight.shape)}, blocks are {block} by "
+        f"quantization_config.weight_block_size: {why}; {OTHERWISE}"
+    )
+
+
 def check_all_read(unread: list[str], shards: Shards, config: Any) -> None:
     """Refuse a model with a quantised weight that was read and a tensor of its (a scale, an order) that was not."""
     for name in sorted(set(unread) & shards.tensors.keys()):
@@ -162,9 +208,7 @@ def cannot_load(directory: Path, config: Any, error: Exception, what: str = "") 
 
 def cannot_run(directory: Path, config: Any, dtype: torch.dtype, device: torch.device, error: Exception) -> UserError:
     """What a quantizer's layers raised when they ran for the first time, as one line."""
-    todo = (
-        f'set target.dtype = "bfloat16" (some know no other), or {OTHERWISE}' if dtype == torch.float32 else OTHERWISE
-    )
+    todo = f"set the dtype to bfloat16 (some know no other), or {OTHERWISE}" if dtype == torch.float32 else OTHERWISE
     spelled = str(dtype).removeprefix("torch.")
     return UserError(
         f"{_named(directory, config)}, whose layers do not run on {device} in {spelled}: {_reason(error)}; {todo}"
