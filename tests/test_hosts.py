@@ -4,6 +4,7 @@ import re
 import subprocess
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -114,6 +115,32 @@ def test_killed_hosts_end_with_their_workers_and_the_run_goes_on(place):
     assert train(both, run, resume=True) == EXIT_STOPPED
     assert train(both, place / "killed_uncut") == EXIT_STOPPED
     assert losses(run).keys() == set(range(1, 31)) and same_values(losses(run), losses(place / "killed_uncut"))
+
+
+def test_a_run_that_another_host_owns_can_be_joined_in_the_background(place, tmp_path, monkeypatch, capsys):
+    """With a shared directory; the process behind it is a stand-in, and the other host begins the next attempt."""
+    run, c, looks = tmp_path / "run", of_one_host(place), iter(range(1, 9))
+    elsewhere = {"pid": 1, "host": "elsewhere", "started": 1}
+
+    def begin(attempt: int) -> None:
+        begin_attempt(run, c, attempt, [Owner(**elsewhere)])
+        write_json(run / "running.json", elsewhere)
+
+    class Launched:
+        pid = 4321
+
+        def __init__(self, argv, **_):
+            self.argv = argv
+
+        def poll(self):
+            if next(looks) == 3:
+                begin(1)
+
+    begin(0)
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=Launched, DEVNULL=None))
+    flags = dict(hosts="1:2", rendezvous="127.0.0.1:29500", unchecked=True, detach=True)
+    assert launch.launch(TrainOptions(place / "recipe.toml", run=run, **flags), c) == EXIT_DONE
+    assert "as process 4321" in capsys.readouterr().out and next(looks) == 4
 
 
 @pytest.mark.long

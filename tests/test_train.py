@@ -179,6 +179,8 @@ def test_refusals_before_anything_is_written(place, tmp_path):
         ({"restarts": -1}, "--restarts -1"),
         ({"profile": "a"}, "--profile 'a'"),
         ({"profile": "5:2"}, "--profile '5:2'"),
+        ({"profile": "²"}, "--profile '²'"),
+        ({"hosts": "²"}, "--hosts '²'"),
         ({"profile": "21:30"}, "--profile 21:30: the run's last step is 20"),
         ({"hosts": "2", "rendezvous": "here"}, "HOST:PORT"),
         ({"hosts": "2", "rendezvous": "here:99999"}, "HOST:PORT"),
@@ -199,6 +201,16 @@ def test_profiled_steps_that_did_not_come_up_are_told(place, tmp_path):
     assert "--profile 5:9: 2 of 5 steps were profiled" in said.getvalue(), "8 and 9"
     assert run_host(recipe(place, stop_after=12), run, True, console, "11:12") == EXIT_STOPPED
     assert "--profile 11:12" not in said.getvalue()
+
+
+def test_a_run_that_goes_on_past_stop_after_is_profiled(place, tmp_path):
+    run, c = tmp_path / "run", recipe(place, stop_after=3)
+    options = TrainOptions(place / "recipe.toml", run=run, unchecked=True, profile="6:7")
+    with pytest.raises(UserError, match="the run's last step is 3"):
+        launch(options, c)
+    assert launch(replace(options, profile=None), c) == EXIT_STOPPED
+    assert launch(replace(options, resume=True), c) == EXIT_DONE
+    assert list((run / "profiles").iterdir())
 
 
 def test_a_recipe_holds_any_path_and_option_name(place, tmp_path):

@@ -132,10 +132,10 @@ def total_steps(config: Config, units: UnitSequence) -> int:
     return max(1, round(rows / config.unit.per_step))
 
 
-def last_step(job: Job) -> int:
-    """The run's, or run.stop_after where that comes before it."""
+def last_step(job: Job, resume: bool = False) -> int:
+    """The run's, or run.stop_after where that comes before it; a run that goes on may be past that already."""
     total = total_steps(job.config, UnitSequence(job.corpus, job.shape, job.config.run.seed))
-    return min(total, job.config.run.stop_after or total)
+    return total if resume else min(total, job.config.run.stop_after or total)
 
 
 def row_plan(job: Job) -> RowPlan:

@@ -68,18 +68,18 @@ def launch(options: TrainOptions, config: Config) -> int:
         config = best_topology(config)
     hosts, topology = hosts_of(options), topology_of(config)
     if options.profile is not None:
-        check_in_run(options.profile, last_step(open_job(config)))
+        check_in_run(options.profile, last_step(open_job(config), options.resume))
     if not options.unchecked:
         from draftsmith.doctor import refuse_unfit
 
         refuse_unfit(config, path)
-    if options.detach:
-        return detach(options, config, path)
-    if hosts == (1, 1) and topology.processes == 1 and not options.restarts:
+    if hosts == (1, 1) and topology.processes == 1 and not options.restarts and not options.detach:
         return run_host(config, path, options.resume, Console(), options.profile)
     open_job(config)
-    if hosts == (1, 1):
+    if hosts == (1, 1):  # of several, another one may have begun the run
         check_run(path, config, options.resume)
+    if options.detach:
+        return detach(options, config, path)
     return supervise(options, config, topology, path, hosts)
 
 
@@ -91,14 +91,14 @@ def check_options(options: TrainOptions) -> None:
         profiled_steps(options.profile)
     if options.rendezvous is not None:
         host, _, port = options.rendezvous.rpartition(":")
-        if not host or not (port.isdigit() and 0 < int(port) < 65536):
+        if not host or not (port.isdecimal() and 0 < int(port) < 65536):
             raise UserError(f"--rendezvous {options.rendezvous!r}: give HOST:PORT, e.g. node0:29400")
 
 
 def hosts_of(options: TrainOptions) -> tuple[int, int]:
     """--hosts "2" or "1:2" -> (fewest, most)."""
     fewest, _, most = options.hosts.partition(":")
-    if not fewest.isdigit() or not (most or fewest).isdigit() or not 1 <= int(fewest) <= int(most or fewest):
+    if not fewest.isdecimal() or not (most or fewest).isdecimal() or not 1 <= int(fewest) <= int(most or fewest):
         raise UserError(f"--hosts {options.hosts!r}: give a number, or FEWEST:MOST")
     if int(most or fewest) > 1 and options.rendezvous is None:
         raise UserError("--hosts: several hosts need --rendezvous HOST:PORT, the same on all of them")
@@ -199,7 +199,8 @@ def write_recipe(path: Path, config: Config) -> None:
 
 
 def recipe_of(path: Path) -> Path:
-    return path / "logs" / "recipe.json"
+    """This host's: where its target and corpus lie may differ from the others'."""
+    return path / "logs" / f"recipe.{os.uname().nodename}.json"
 
 
 def attempt_of(path: Path) -> int:
@@ -357,12 +358,10 @@ def out_of_memory_kills() -> int:
 
 
 def detach(options: TrainOptions, config: Config, path: Path) -> int:
-    """Start `draftsmith train` in a session of its own; returns when it has opened its run directory, or has failed."""
-    from draftsmith.job import open_job
-
-    open_job(config)
-    check_run(path, config, options.resume)
+    """Start `draftsmith train` in a session of its own; returns when its run has begun, whose directory another host may
+    own, or when it has failed."""
     write_recipe(path, config)
+    attempt_before = last_attempt(path)
     argv = [sys.executable, "-m", "draftsmith", "train", str(recipe_of(path)), "--run", str(path)]
     argv += ["--unchecked"]  # `launch` has asked
     argv += ["--resume"] * options.resume + ["--restarts", str(options.restarts), "--hosts", options.hosts]
@@ -376,7 +375,7 @@ def detach(options: TrainOptions, config: Config, path: Path) -> int:
         )
     while process.poll() is None:
         owner = read_owner(path)
-        if owner is not None and owner.is_here() and owner.is_alive():
+        if owner is not None and owner.is_alive() and last_attempt(path) != attempt_before:
             print(f"training in {path} as process {process.pid}; its lines: {log}")
             print(f"draftsmith watch {path} | draftsmith status {path} | draftsmith stop {path}")
             return EXIT_DONE

@@ -49,7 +49,7 @@ class StepProfiler:
 def profiled_steps(steps: str) -> tuple[int, int]:
     """ "20:25" -> (20, 25); "20" -> (20, 20). UserError for anything else."""
     first, _, last = steps.partition(":")
-    if not first.isdigit() or not (last or first).isdigit() or int(first) < 1 or int(last or first) < int(first):
+    if not first.isdecimal() or not (last or first).isdecimal() or int(first) < 1 or int(last or first) < int(first):
         raise UserError(f"--profile {steps!r}: give FIRST:LAST, steps counted from 1, e.g. 20:25")
     return int(first), int(last or first)
 
