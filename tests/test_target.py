@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,9 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith import models
+from draftsmith.data.shards import Corpus
 from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random, to_zlab
 from draftsmith.drafters.init import init_from_target
 from draftsmith.errors import UserError
+from draftsmith.init import write_recipe
+from draftsmith.options import InitOptions
 from draftsmith.target import (
     RowPlan,
     Target,
@@ -28,7 +32,7 @@ from draftsmith.target import (
 from draftsmith.target_attention import attach
 from draftsmith.target_proof import prove, survey
 from target_families import COMMON, HIDDEN, LAYERS, VOCAB, save_family
-from toy import toy_target
+from toy import toy_place, toy_target
 
 CPU = torch.device("cpu")
 
@@ -379,6 +383,26 @@ def test_without_free_rows_a_reserved_special_token_is_taken(tmp_path):
     edit(directory / "generation_config.json", eos_token_id=[258, 259])
     with pytest.raises(UserError, match="every vocabulary row is in use"):
         find_mask_token(directory)
+    assert "ordinary text, since the vocabulary has no free row" in check_mask_token(directory, 65), "a way on"
+    with pytest.raises(UserError, match="258 is .*eos.*; take a token that your texts never hold"):
+        check_mask_token(directory, 258)
+    edit(directory / "generation_config.json", eos_token_id={"a": 1})
+    with pytest.raises(UserError, match="eos_token_id is .*, not a token id"):
+        find_mask_token(directory)
+
+
+def test_without_any_spare_row_a_token_is_taken_that_the_corpus_never_holds(tmp_path):
+    """Llama 2 and Mistral 7B have 32,000 rows, all in use: `init` and `train` must go on with one of them."""
+    place = toy_place(tmp_path)
+    edit(place / "target" / "config.json", vocab_size=260)
+    edit(place / "corpus" / "manifest.json", vocab_size=260)
+    edit(place / "target" / "generation_config.json", eos_token_id=[258, 259])
+    corpora = [Corpus.open(place / "corpus", split) for split in ("train", "held_out")]
+    held = {int(i) for corpus in corpora for ids in corpus.pieces() for i in ids}
+    write_recipe(InitOptions(str(place / "target"), place / "corpus", out=place / "full.toml"))
+    token = tomllib.loads((place / "full.toml").read_text())["target"]["mask_token"]
+    assert token not in held and all(i in held or i > 255 for i in range(token + 1, 260))
+    assert "ordinary text" in check_mask_token(place / "target", token)
 
 
 def drafter_for(directory: Path, **changes) -> DFlash:

@@ -16,7 +16,6 @@ REFERENCE_TOKENS = 256  # of a document that are compared: taps are causal
 TAPS_LIMIT = {4: 1e-4, 2: 6e-2}  # median relative difference of a token, by bytes of the dtype
 NOISE_FACTOR = 3.0  # times what transformers' own attention functions differ by: rounding grows with depth
 LEAK_LIMIT = {4: 1e-6, 2: 1e-2}
-CHUNK = 1 << 24  # tokens of the corpus looked at together
 
 
 def check_words(job: Job) -> list[Verdict]:
@@ -42,8 +41,7 @@ def check_mask(job: Job) -> Verdict:
 
 def occurrences(corpus: Corpus, token: int) -> int:
     """How often a corpus holds a token."""
-    total = int(corpus.offsets[-1])
-    return sum(int((corpus.flat(i, min(i + CHUNK, total))[0] == token).sum()) for i in range(0, total, CHUNK))
+    return sum(int((ids == token).sum()) for ids in corpus.pieces())
 
 
 def prefilled(target: Target, ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:

@@ -71,7 +71,8 @@ def write_recipe(options: InitOptions) -> None:
     small = device == "cpu"
     layers = (2 if small else 5) if options.layers is None else options.layers
     block = (8 if small else 16) if options.block is None else options.block
-    mask_token, mask_reason = find_mask_token(directory, options.trust_remote_code)
+    corpora = corpus, Corpus.open(options.corpus, "held_out")
+    mask_token, mask_reason = find_mask_token(directory, options.trust_remote_code, corpora)
     gamma, gamma_reason = _gamma(block)
     taps = default_taps(facts.num_layers, max(1, min(max(layers, 3), facts.num_layers - 3)))  # small targets have few
     unit = propose_unit(corpus, block, device)

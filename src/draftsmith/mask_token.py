@@ -2,10 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from draftsmith.data.shards import Corpus
 from draftsmith.data.template import load_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.target_facts import describe
@@ -22,13 +25,25 @@ def unused_rows(rows: int, tokenizer: Any) -> range:
     return range(max(tokenizer.get_vocab().values()) + 1, rows)
 
 
-def find_mask_token(directory: Path, trust_remote_code: bool = False) -> tuple[int, str]:
+def find_mask_token(
+    directory: Path, trust_remote_code: bool = False, corpora: Sequence[Corpus] = ()
+) -> tuple[int, str]:
     """(id, reason) of a row that no text uses: a mask token of the model's own, else the first embedding row behind
-    the tokenizer, else a reserved special token that the chat template does not write. UserError when there is none."""
+    the tokenizer, else a reserved special token that the chat template does not write, else a token of ordinary text
+    that these corpora do not hold. UserError when there is none."""
     tokenizer = load_tokenizer(directory, trust_remote_code)
-    used = tokens_in_use(directory, tokenizer)
-    vocabulary = tokenizer.get_vocab()
     rows = describe(directory, trust_remote_code).vocab_size
+    used = tokens_in_use(directory, tokenizer)
+    if (found := _spare_row(tokenizer, rows, used)) or (corpora and (found := _absent(tokenizer, rows, used, corpora))):
+        return found
+    raise UserError(
+        f"{directory}: every vocabulary row is in use; set target.mask_token to a token that your texts never hold"
+    )
+
+
+def _spare_row(tokenizer: Any, rows: int, used: dict[int, str]) -> tuple[int, str] | None:
+    """(id, reason) of a row that no text uses by what the tokenizer says."""
+    vocabulary = tokenizer.get_vocab()
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special and i < rows}
     for name in MASK_NAMES:
         token = vocabulary.get(name)
@@ -40,13 +55,25 @@ def find_mask_token(directory: Path, trust_remote_code: bool = False) -> tuple[i
     spare = {i: t for i, t in special.items() if i not in used}
     for i in sorted(spare, key=lambda i: (RESERVED.search(spare[i]) is None, -i)):
         return i, f"special token {spare[i]}, which the chat template does not write; the vocabulary has no free row"
-    raise UserError(
-        f"{directory}: every vocabulary row is in use; set target.mask_token to a token that your texts never hold"
-    )
+    return None
+
+
+def _absent(tokenizer: Any, rows: int, used: dict[int, str], corpora: Sequence[Corpus]) -> tuple[int, str] | None:
+    """(id, reason) of the last token of ordinary text that the corpora do not hold."""
+    held = np.zeros(rows, dtype=bool)
+    for corpus in corpora:
+        for ids in corpus.pieces():
+            held[ids[ids < rows]] = True
+    tokens = {i: t for t, i in tokenizer.get_vocab().items() if i < rows and i not in tokenizer.added_tokens_decoder}
+    token = max((i for i in tokens if not held[i] and i not in used), default=None)
+    if token is None:
+        return None
+    return token, f"{json.dumps(tokens[token])}, which the corpus never holds; the vocabulary has no free row"
 
 
 def check_mask_token(directory: Path, token: int, trust_remote_code: bool = False) -> str:
-    """What the mask token is, in words; UserError when the id is no row of the embedding or a token in use."""
+    """What the mask token is, in words; UserError when the id is no row of the embedding or a token in use. A token of
+    ordinary text will do where the vocabulary has no other; whether the corpus holds it is not looked at here."""
     rows = describe(directory, trust_remote_code).vocab_size
     if not 0 <= token < rows:
         raise UserError(f"target.mask_token = {token}: the target's embedding has rows 0..{rows - 1}")
@@ -54,13 +81,14 @@ def check_mask_token(directory: Path, token: int, trust_remote_code: bool = Fals
     name = tokenizer.convert_ids_to_tokens(token) if token <= max(tokenizer.get_vocab().values()) else None
     if name is None:
         return f"mask token {token}: an embedding row that the tokenizer does not use"
-    why = tokens_in_use(directory, tokenizer).get(token)
-    known = tokenizer.added_tokens_decoder.get(token)
-    if why is None and (known is None or not known.special):
-        why = "a token of ordinary text"
-    if why:
-        free, reason = find_mask_token(directory, trust_remote_code)
-        raise UserError(f"target.mask_token = {token} is {name!r}, {why}; take {free} ({reason})")
+    used = tokens_in_use(directory, tokenizer)
+    known, spare = tokenizer.added_tokens_decoder.get(token), _spare_row(tokenizer, rows, used)
+    why, ordinary = used.get(token), known is None or not known.special
+    if why or (ordinary and spare):
+        other = f"{spare[0]} ({spare[1]})" if spare else "a token that your texts never hold"
+        raise UserError(f"target.mask_token = {token} is {name!r}, {why or 'a token of ordinary text'}; take {other}")
+    if ordinary:
+        return f"mask token {token}: {name!r}, a token of ordinary text, since the vocabulary has no free row"
     return f"mask token {token}: {name}, a special token that the chat template does not write"
 
 
@@ -93,4 +121,7 @@ def stop_tokens(directory: Path) -> Iterator[int]:
                 eos = json.loads(path.read_text()).get("eos_token_id")
             except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
                 raise UserError(f"{path}: not a JSON object; fetch it again") from None
-            yield from eos if isinstance(eos, list) else [] if eos is None else [eos]
+            ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            if not all(isinstance(i, int) for i in ids):
+                raise UserError(f"{path}: eos_token_id is {eos!r}, not a token id or several")
+            yield from ids

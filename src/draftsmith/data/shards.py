@@ -11,6 +11,7 @@ Writing goes into a sibling directory that is moved into place when everything i
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
@@ -23,6 +24,7 @@ from draftsmith.errors import UserError
 FORMAT = 1
 SPLITS = ("train", "held_out")
 _FILES = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8"), "anchors": np.dtype("<i4")}
+PIECE = 1 << 24  # tokens that are looked at together
 _BUFFER = 1 << 20  # bytes that each open file may hold back
 
 
@@ -79,6 +81,10 @@ class Corpus:
     def flat(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, mask) of the flat token numbers [start, end)."""
         return self._tokens[start:end], self._mask[start:end]
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """All tokens, PIECE at a time."""
+        return (self._tokens[i : i + PIECE] for i in range(0, len(self._tokens), PIECE))
 
 
 def read_manifest(directory: Path) -> Manifest:
