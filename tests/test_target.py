@@ -391,6 +391,17 @@ def test_without_free_rows_a_reserved_special_token_is_taken(tmp_path):
         find_mask_token(directory)
 
 
+def test_a_row_in_a_gap_of_the_tokenizers_ids_is_free(tmp_path):
+    directory = toy_target(tmp_path / "toy")
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    moved = tokenizer["model"]["vocab"]
+    moved[max(moved, key=moved.get)] = 400  # behind the last row: 264 to 399 are no rows, its own place is free
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    token, reason = find_mask_token(directory)
+    assert "does not use" in reason and "does not use" in check_mask_token(directory, token)
+    assert token < 264 and token not in moved.values()
+
+
 def test_without_any_spare_row_a_token_is_taken_that_the_corpus_never_holds(tmp_path):
     """Llama 2 and Mistral 7B have 32,000 rows, all in use: `init` and `train` must go on with one of them."""
     place = toy_place(tmp_path)

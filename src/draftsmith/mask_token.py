@@ -29,8 +29,8 @@ def find_mask_token(
     directory: Path, trust_remote_code: bool = False, corpora: Sequence[Corpus] = ()
 ) -> tuple[int, str]:
     """(id, reason) of a row that no text uses: a mask token of the model's own, else the first embedding row behind
-    the tokenizer, else a reserved special token that the chat template does not write, else a token of ordinary text
-    that these corpora do not hold. UserError when there is none."""
+    the tokenizer or in a gap of its ids, else a reserved special token that the chat template does not write, else a
+    token of ordinary text that these corpora do not hold. UserError when there is none."""
     tokenizer = load_tokenizer(directory, trust_remote_code)
     rows = describe(directory, trust_remote_code).vocab_size
     used = tokens_in_use(directory, tokenizer)
@@ -49,7 +49,9 @@ def _spare_row(tokenizer: Any, rows: int, used: dict[int, str]) -> tuple[int, st
         token = vocabulary.get(name)
         if token in special and token not in used:
             return token, f"the tokenizer's own {name}"
-    free = unused_rows(rows, tokenizer)
+    free = unused_rows(rows, tokenizer) or sorted(
+        {*range(rows)} - {*vocabulary.values()} - {*tokenizer.added_tokens_decoder}
+    )
     if free:
         return free[0], f"first of {len(free)} embedding rows that the tokenizer does not use"
     spare = {i: t for i, t in special.items() if i not in used}
