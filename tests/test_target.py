@@ -346,6 +346,29 @@ def test_old_spelling_of_rope_is_read(copy):
     assert describe(copy).rope["rope_theta"] == 123456.0
 
 
+def test_tensors_of_unknown_dtypes_matter_only_where_they_are_read(tmp_path):
+    """torch has no dtype for some of safetensors' (F4), which a head or a vision tower may be in."""
+    save_family("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, whole = json.loads(content[8 : 8 + length]), content[8 + length :]
+    for name, message in (
+        ("lm_head.weight", None),
+        ("model.layers.1.mlp.up_proj.weight", r"up_proj.weight is quantised \(F4\)"),
+    ):
+        header[name]["dtype"] = "F4"
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + whole)
+        if message is None:
+            assert load(tmp_path).taps == (1, 3)
+        else:
+            with pytest.raises(UserError, match=message):
+                load(tmp_path)
+    with pytest.raises(UserError, match=r"lm_head.weight is quantised \(F4\)"):
+        load_tables(tmp_path, torch.float32, CPU)
+
+
 def test_mask_tokens(tmp_path):
     directory = toy_target(tmp_path / "toy")
     token, reason = find_mask_token(directory)

@@ -65,8 +65,7 @@ class StoredTensor:
 
     def widened(self, dtype: torch.dtype) -> "StoredTensor":
         """Converts to `dtype` where that loses nothing: transformers keeps some tensors in float32 whatever the model's."""
-        stored = DTYPES[self.dtype]
-        wider = stored.is_floating_point and stored.itemsize in (2, 4) and dtype.itemsize > stored.itemsize
+        wider = self.dtype in PLAIN and dtype.itemsize > DTYPES[self.dtype].itemsize
         return replace(self, wanted=dtype) if wider else self
 
     def get_dtype(self) -> str:
