@@ -169,6 +169,14 @@ class Remembers(TrainStep):
         self.__dict__["left"] = self.flat.gradient.clone()
 
 
+class NotANumberEverySecondTime(TrainStep):
+    def accumulate(self) -> None:
+        super().accumulate()
+        times = self.__dict__["times"] = self.__dict__.get("times", 0) + 1
+        if times % 2:
+            self.flat.named(self.flat.gradient)["norm.weight"][0] = torch.nan
+
+
 @torch.compile(backend="eager", dynamic=False)
 def total(rows: torch.Tensor) -> torch.Tensor:
     return rows.sum()
@@ -194,6 +202,7 @@ class ShapeFromData(TrainStep):
         (GrowsALittle, "memory growth", "^4 bytes more are in use after every unit"),
         (LeaksNeighbours, "packed document, step", "a neighbour leaks into the document"),
         (Remembers, "repeatable", "keeps something from one unit to the next"),
+        (NotANumberEverySecondTime, "repeatable", "keeps something from one unit to the next"),
     ],
     ids=lambda x: x.__name__ if isinstance(x, type) else "",
 )

@@ -155,7 +155,7 @@ def fingerprint(step: TrainStep) -> Tensor:
 
 
 def distance(step: TrainStep, reference: Tensor) -> float:
-    """|g - r| / |r| of the loaded unit's gradient g, in the parameter group where it is largest."""
+    """|g - r| / |r| of the loaded unit's gradient g, in the parameter group where it is largest; infinite for NaN."""
     step.clear()
     step.accumulate()
     apart: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
@@ -164,7 +164,8 @@ def distance(step: TrainStep, reference: Tensor) -> float:
         r = r.to(g.device)
         apart[kind_of(name)] += torch.stack(((g - r).norm().double() ** 2, r.norm().double() ** 2)).cpu()
     step.clear()
-    return max(float((d / n).sqrt()) if n > 0 else float(d > 0) for d, n in apart.values())
+    shares = [float((d / n).sqrt()) if n != 0 else float(d != 0) for d, n in apart.values()]
+    return max(share if share == share else float("inf") for share in shares)
 
 
 def kind_of(parameter: str) -> str:
