@@ -59,16 +59,16 @@ class FixedShape:
         """On a stream of this device: torch's default one belongs to the device that captured first in this process."""
         device = self.ids.device
         stream, before = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-        try:
-            with torch.cuda.device(device):
+        with torch.cuda.device(device):
+            try:
                 on_side_stream(lambda: self._call(self.ids, self.positions), stream)
                 self._graph = Graph(self._keep_taps, stream)
-        except RuntimeError as error:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream, on its device, behind
-            self.mode = "compile"
-            self.notes.append(f"cannot be captured in a CUDA graph, runs compiled: {_reason(error)}")
-        else:
-            self._check_replay()
+            except RuntimeError as error:
+                torch.cuda.set_stream(before)  # a capture that fails leaves its own stream behind
+                self.mode = "compile"
+                self.notes.append(f"cannot be captured in a CUDA graph, runs compiled: {_reason(error)}")
+            else:
+                self._check_replay()
 
     def _keep_taps(self) -> None:
         self._taps = self._call(self.ids, self.positions)
