@@ -209,6 +209,8 @@ def test_a_run_that_goes_on_past_stop_after_is_profiled(place, tmp_path):
     with pytest.raises(UserError, match="the run's last step is 3"):
         launch(options, c)
     assert launch(replace(options, profile=None), c) == EXIT_STOPPED
+    with pytest.raises(UserError, match="--profile 2:3: the run goes on with step 4"):
+        launch(replace(options, resume=True, profile="2:3"), c)
     assert launch(replace(options, resume=True), c) == EXIT_DONE
     assert list((run / "profiles").iterdir())
 

@@ -57,6 +57,7 @@ SIGNALS = {
 
 def launch(options: TrainOptions, config: Config) -> int:
     """`draftsmith train`. Returns an exit code of run.py."""
+    from draftsmith.checkpoint import list_checkpoints
     from draftsmith.host import run_host
     from draftsmith.job import last_step, open_job, topology_of
 
@@ -68,7 +69,8 @@ def launch(options: TrainOptions, config: Config) -> int:
         config = best_topology(config)
     hosts, topology = hosts_of(options), topology_of(config)
     if options.profile is not None:
-        check_in_run(options.profile, last_step(open_job(config), options.resume))
+        done = max((c.step for c in list_checkpoints(path)), default=0) if options.resume else 0
+        check_in_run(options.profile, done, last_step(open_job(config), options.resume))
     if not options.unchecked:
         from draftsmith.doctor import refuse_unfit
 

@@ -54,8 +54,10 @@ def profiled_steps(steps: str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
-def check_in_run(steps: str, last: int) -> None:
-    """UserError where none of them would come up, `last` being the run's last step."""
-    first, _ = profiled_steps(steps)
+def check_in_run(steps: str, done: int, last: int) -> None:
+    """UserError where none of them would come up: `done` steps are behind the run, `last` is its last one."""
+    first, end = profiled_steps(steps)
     if first > last:
         raise UserError(f"--profile {steps}: the run's last step is {last}, so that nothing would be profiled")
+    if end <= done:
+        raise UserError(f"--profile {steps}: the run goes on with step {done + 1}, so that nothing would be profiled")

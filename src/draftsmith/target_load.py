@@ -122,16 +122,18 @@ def load_whole(directory: Path, dtype: torch.dtype, device: torch.device, trust_
             model, info = AutoModelForCausalLM.from_pretrained(
                 directory, config=to_build_from(config, config), **options
             )
+            if quantization(config) is None:
+                return model.to(device).eval()
             if is_widened(config) and model.is_quantized:
                 model = model.dequantize(dtype)
+            with torch.device("meta"):
+                plain = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (*QUANTIZERS_RAISE, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         raise cannot_load(directory, config, error, " as a causal language model") from None
-    if quantization(config) is None:
-        return model.to(device).eval()
     _check(info, shards, "", directory, config)
     check_all_read(list(info["unexpected_keys"]), shards, config)
-    with torch.device("meta"), quiet():
-        plain = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     _settle_dtype(model, dtype, {n: type(m) for n, m in plain.named_modules()})
     try:
         model = model.to(device).eval()
