@@ -30,6 +30,7 @@ from draftsmith.target import (
     unused_rows,
 )
 from draftsmith.target_attention import attach
+from draftsmith.target_load import load_whole
 from draftsmith.target_proof import prove, survey
 from target_families import COMMON, HIDDEN, LAYERS, VOCAB, save_family
 from toy import toy_place, toy_target
@@ -164,6 +165,8 @@ def test_a_missing_tensor_is_named(copy):
     index.write_text(json.dumps(files))
     with pytest.raises(UserError, match=r"no tensor layers.2.mlp.up_proj.weight"):
         load(copy)
+    with pytest.raises(UserError, match=r"no tensor model.layers.2.mlp.up_proj.weight"):
+        load_whole(copy, torch.float32, CPU)
 
 
 def test_a_tensor_of_a_wrong_shape_is_named(copy):

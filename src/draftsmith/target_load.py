@@ -104,8 +104,8 @@ def load_decoder(
 def load_whole(directory: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
     """The whole causal language model, in eval mode: for replies and for verification.
 
-    UserError where transformers cannot make one of the directory, or would read quantised weights wrongly, or where its
-    quantised layers do not run on `device`.
+    UserError where transformers cannot make one of the directory, would fill a tensor at random or read quantised weights
+    wrongly, or where its quantised layers do not run on `device`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -122,6 +122,7 @@ def load_whole(directory: Path, dtype: torch.dtype, device: torch.device, trust_
             model, info = AutoModelForCausalLM.from_pretrained(
                 directory, config=to_build_from(config, config), **options
             )
+            _check(info, shards, "", directory, config)
             if quantization(config) is None:
                 return model.to(device).eval()
             if is_widened(config) and model.is_quantized:
@@ -132,7 +133,6 @@ def load_whole(directory: Path, dtype: torch.dtype, device: torch.device, trust_
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise cannot_load(directory, config, error, " as a causal language model") from None
-    _check(info, shards, "", directory, config)
     check_all_read(list(info["unexpected_keys"]), shards, config)
     _settle_dtype(model, dtype, {n: type(m) for n, m in plain.named_modules()})
     try:
