@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from draftsmith.drafters.dflash import DFlash, DFlashShape, to_zlab
 from draftsmith.drafters.init import init_from_target
 from draftsmith.errors import UserError
+from draftsmith.evaluate import shared_tables
 from draftsmith.target import Target, describe, load_tables
 from draftsmith.target_load import load_whole
+from draftsmith.target_scales import Scales
 from quantised import (
     F8,
     FORMATS,
@@ -286,6 +288,16 @@ def test_quantised_tables_are_named(module, store, name, tmp_path):
     with pytest.raises(UserError) as caught:
         load_tables(tmp_path, torch.float32, CPU)
     assert name in str(caught.value) and "quantise the model without them" in str(caught.value)
+
+
+def test_an_evaluation_names_a_head_that_stays_packed(tmp_path):
+    model = save_plain(tmp_path)
+    assert shared_tables(model, Scales(1.0, 1.0, 0.0)).head.weight is model.lm_head.weight
+    model.lm_head.weight = torch.nn.Parameter(
+        torch.zeros(VOCAB * HIDDEN // 2, 1, dtype=torch.uint8), requires_grad=False
+    )
+    with pytest.raises(UserError, match="its embedding or head is quantised"):
+        shared_tables(model, Scales(1.0, 1.0, 0.0))
 
 
 def test_a_drafter_starts_as_the_last_layers_of_a_quantised_target(tmp_path):

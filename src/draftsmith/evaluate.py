@@ -32,6 +32,7 @@ from draftsmith.options import EvaluateOptions
 from draftsmith.step import Tables
 from draftsmith.target_load import load_whole
 from draftsmith.target_scales import Scales, measure_scales
+from draftsmith.target_storage import OTHERWISE
 from draftsmith.walk import per_position
 
 
@@ -146,9 +147,14 @@ def open_session(options: EvaluateOptions) -> Session:
 
 
 def shared_tables(model: PreTrainedModel, scales: Scales) -> Tables:
-    """The loaded model's own embedding and head as the drafter needs them; nothing is copied."""
-    head = Head(model.get_output_embeddings().weight, scales.logit, scales.softcap)
-    return Tables(model.get_input_embeddings().weight, scales.embedding, head)
+    """The loaded model's own embedding and head as the drafter needs them; nothing is copied. UserError where a quantizer
+    has packed one."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if not {embedding.dtype, head.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise UserError(
+            f"{model.name_or_path}: its embedding or head is quantised, a drafter needs them plain; {OTHERWISE}"
+        )
+    return Tables(embedding, scales.embedding, Head(head, scales.logit, scales.softcap))
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
