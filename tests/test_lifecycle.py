@@ -161,6 +161,18 @@ def test_killed_launchers_detach_status_and_sigterm(place, uncut):
     check_as_uncut(run, uncut)
 
 
+def test_a_run_outlives_the_reader_of_its_lines(place):
+    """Such as a `tee` that was killed; all lines are in the logs."""
+    run = place / "unread"
+    reads, writes = os.pipe()
+    os.close(reads)
+    argv = command(place, run, recipe(place, 1, 1, "processes", steps=4), "--unchecked")
+    done = subprocess.run(argv, stdout=writes, stderr=writes, timeout=120, check=False)
+    os.close(writes)
+    assert done.returncode == EXIT_DONE and checkpoint.list_checkpoints(run)[-1].step == 4
+    assert "saved " in next((run / "logs" / "attempt_0").glob("*trainer0.log")).read_text()
+
+
 def test_a_worker_that_starts_after_its_launchers_end_ends_too(place):
     written = place / "orphan.json"
     write_json(written, {"recipe": recipe(place, 1, 1, "processes").to_dict()})

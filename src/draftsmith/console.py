@@ -3,6 +3,7 @@
 Everything goes to standard error; standard output stays free for results.
 """
 
+import os
 import time
 import weakref
 from collections import deque
@@ -25,6 +26,16 @@ from rich.text import Text
 from draftsmith.events import StepRecord
 
 
+class Output(rich.console.Console):
+    """rich's, but what is printed into a pipe that nobody reads any more is lost, instead of ending the command."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what is left in buffers goes there
+        os.close(nowhere)
+
+
 class Console:
     """Lines and progress of one command. Use as a context manager where it shows progress: the terminal is restored.
 
@@ -32,7 +43,7 @@ class Console:
     """
 
     def __init__(self, output: rich.console.Console | None = None):
-        self.output = output or rich.console.Console(stderr=True, highlight=False)
+        self.output = output or Output(stderr=True, highlight=False)
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._eta = Eta()

@@ -221,11 +221,11 @@ def asking_to_stop(path: Path) -> Iterator[None]:
         nonlocal asked
         if asked or not (path / "running.json").exists():
             Console().output.show_cursor()
-            print(f"draftsmith train: ended at once by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+            Console().note(f"draftsmith train: ended at once by {signal.Signals(number).name}")
             os._exit(128 + number)
         asked = True
         (path / "stop").touch()
-        print("draftsmith train: stopping after this step; once more ends at once", file=sys.stderr, flush=True)
+        Console().note("draftsmith train: stopping after this step; once more ends at once")
 
     old = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -22,12 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import rich.console
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from draftsmith.__main__ import parse_recipe
 from draftsmith.config import Config
-from draftsmith.console import Console
+from draftsmith.console import Console, Output
 from draftsmith.errors import UserError
 from draftsmith.host import Mail, Notes, log_name, patience_of, run_places
 from draftsmith.job import open_job, topology_of
@@ -200,11 +199,10 @@ def redirect(run: RunDirectory, places: list[Place]) -> Notes:
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
     faulthandler.enable(log)
-    first = any(place.is_first for place in places)
+    console = Console(Output(file=terminal, highlight=False))
     if len(places) == 1 and places[0].role == "target":
-        print(f"{places[0].name} loads on {places[0].device}; its lines: {log.name}", file=terminal)
-    shown = Console(rich.console.Console(file=terminal, highlight=False)) if first else None
-    return Notes(log, shown)
+        console.note(f"{places[0].name} loads on {places[0].device}; its lines: {log.name}")
+    return Notes(log, console if any(place.is_first for place in places) else None)
 
 
 def meet_cell(world: World, place: Place, attempt: int, config: Config) -> list[Mail]:
