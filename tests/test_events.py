@@ -87,7 +87,20 @@ def test_time_inside_another_span_is_the_inner_ones() -> None:
     spans = [("evaluate", 0, 100), ("prefill", 10, 40), ("wait_unit", 15, 20), ("prefill", 50, 60), ("step", 100, 130)]
     seconds = {name: value * 1e9 for name, value in own_seconds(spans).items()}
     assert seconds == pytest.approx({"evaluate": 60, "prefill": 35, "wait_unit": 5, "step": 30})
-    assert own_seconds([("thread_a", 0, 10), ("thread_b", 5, 15)]) == {"thread_a": 1e-8, "thread_b": 1e-8}
+
+
+def test_time_that_two_spans_share_counts_once() -> None:
+    """A pull on a stream of its own beside a step: no worker is busy for more than its time."""
+    assert own_seconds([("thread_a", 0, 10), ("thread_b", 5, 15)]) == {"thread_a": 0.5e-8, "thread_b": 1e-8}
+    steps = [("step", 100 * i, 100 * i + 98) for i in range(10)]
+    pulls = [("pull", 100 * i + 1, 100 * i + 99) for i in range(10)]
+    seconds = {name: value * 1e9 for name, value in own_seconds(steps + pulls).items()}
+    assert seconds == pytest.approx({"step": 10, "pull": 980})
+    many = [("step", 0, 50), ("pull", 10, 70), ("prefill", 40, 60), ("update", 65, 80)]
+    seconds = {name: value * 1e9 for name, value in own_seconds(many).items()}
+    assert (
+        seconds == pytest.approx({"step": 10, "pull": 35, "prefill": 20, "update": 15}) and sum(seconds.values()) == 80
+    )
 
 
 def test_facts_known_later(tmp_path: Path) -> None:

@@ -256,6 +256,8 @@ def write_target(directory: Path, shape: str) -> None:
             tensors[name] = tensor.bfloat16().cpu()
         save_file(tensors, directory / file, metadata={"format": "pt"})
         where |= dict.fromkeys(sizes, file)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the runs' memory is read from the device
     write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
     write_tokenizer(directory)
     config.architectures = ["Qwen3ForCausalLM"]

@@ -265,15 +265,18 @@ class Span:
 
 
 def own_seconds(spans: list[tuple[str, int, int]]) -> dict[str, float]:
-    """Seconds by name from (name, start ns, end ns). Time inside a span that lies within another counts for the inner."""
+    """Seconds by name from (name, start ns, end ns). Time that several spans share counts once, for the last to begin: the
+    inner of two that lie within each other, a copy beside a step."""
     sums: dict[str, int] = dict.fromkeys((name for name, _, _ in spans), 0)
     around: list[tuple[str, int]] = []
     for name, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
-        while around and around[-1][1] <= start:
-            around.pop()
+        around = [(other, until) for other, until in around if until > start]
         sums[name] += end - start
-        if around and end <= around[-1][1]:
-            sums[around[-1][0]] -= end - start
+        shared = start
+        for other, until in reversed(around):
+            if shared < min(end, until):
+                sums[other] -= min(end, until) - shared
+                shared = min(end, until)
         around.append((name, end))
     return {name: nanoseconds / 1e9 for name, nanoseconds in sums.items()}
 

@@ -56,6 +56,7 @@ from draftsmith.topology import Place, Topology
 
 PLACES = {"target.model", "target.revision", "data.corpus"}  # keys that may differ between hosts
 PEER_SECONDS = 3.0  # a worker that lost another one waits so long for the launcher to end it and to name the cause
+MEETING_SECONDS = 600.0  # to meet, before anything is loaded: all were started together
 GRACE_SECONDS = 25.0  # after a polite SIGTERM; torchrun kills after 30
 
 
@@ -122,7 +123,7 @@ def work(argv: list[str]) -> int:
         )
     job = open_job(config)
     hosts, host = size // per_host, rank // per_host
-    world = World.join(rank, size, max(0, restart), hosts, config.topology.first_patience)
+    world = World.join(rank, size, max(0, restart), hosts, min(MEETING_SECONDS, config.topology.first_patience))
     run, resumes = open_together(world, options, config, local)
     try:
         places = [Place(topology, i, host, hosts) for i in (range(topology.workers) if topology.threads else [local])]
