@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from draftsmith import checkpoint, launch
+from draftsmith import checkpoint, failure, launch
 from draftsmith.errors import UserError
 from draftsmith.history import read_run
 from draftsmith.loop import StopRequest
@@ -270,18 +270,18 @@ def test_non_finite_updates_are_skipped_counted_and_end_the_run(place):
     ],
 )
 def test_exit_codes_are_explained(code, oom, words):
-    assert words in launch.meaning(code, oom)
+    assert words in failure.meaning(code, oom)
 
 
 def test_the_cause_comes_before_its_consequences():
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    def failure(rank: int, code: int) -> ProcessFailure:
+    def failed(rank: int, code: int) -> ProcessFailure:
         return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="")
 
-    failures = [failure(0, 143), failure(1, 4), failure(2, -9), failure(3, -15)]
-    assert launch.first_failure(failures).local_rank == 2
-    assert launch.first_failure(failures[:2]).local_rank == 1
+    failures = [failed(0, 143), failed(1, 4), failed(2, -9), failed(3, -15)]
+    assert failure.first_failure(failures).local_rank == 2
+    assert failure.first_failure(failures[:2]).local_rank == 1
 
 
 # Long -----------------------------------------------------------------------------------------------------------------
