@@ -21,7 +21,7 @@ from draftsmith.static import FIELDS, StaticUnit
 from draftsmith.step import TrainStep, draft_states
 
 SCALE_LIMIT = 2e-3  # |<g, g_ref> / <g_ref, g_ref> - 1| of a parameter group
-ROUNDING_LIMIT = 8e-3  # at most this much more where a tiny model's gradients feel rounding
+NOISE_LIMIT = 8e-3  # at most, where eager does not repeat itself or a tiny model's gradients feel rounding
 COSINE_LIMIT = {4: 0.9999, 2: 0.99}  # of a parameter group, by bytes of the compute dtype
 SIGN_LIMIT = 0.8  # cosine of a single parameter: rounding in half precision stays above, a wrong sign far below
 SAME_LOSS = {4: 1e-5, 2: 2e-3}  # relative, between two ways to compute the same
@@ -253,7 +253,7 @@ def check_numbers(step: TrainStep, exhibit: Exhibit) -> list[Verdict]:
     groups = _groups(step, mine, reference)
     single = _agreements(step, mine, reference)
     step.clear()
-    limit = max(SCALE_LIMIT, 4 * noise_scale, min(2 * rounding, ROUNDING_LIMIT))
+    limit = max(SCALE_LIMIT, min(max(4 * noise_scale, 2 * rounding), NOISE_LIMIT))
     worst = max(groups, key=lambda g: abs(groups[g].scale - 1))
     coldest = min(groups, key=lambda g: groups[g].cosine)
     flipped = [name for name, a in single.items() if not a.cosine > SIGN_LIMIT]
