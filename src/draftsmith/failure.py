@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from draftsmith.run import EXIT_FAILED, EXIT_PEER, EXIT_TERMINATED, EXIT_USER, last_attempt
+from draftsmith.run import EXIT_FAILED, EXIT_PEER, EXIT_TERMINATED, EXIT_USER, attempt_of
 from draftsmith.topology import Place, Topology
 
 LAST_LINES = 20
@@ -116,9 +116,3 @@ def out_of_memory_kills() -> int:
     except (OSError, ValueError):
         return 0
     return int(counts.get("oom_kill", 0))
-
-
-def attempt_of(path: Path) -> int:
-    """The number of the newest attempt; 0 before there is one."""
-    last = last_attempt(path)
-    return last[0] if last is not None else 0

@@ -22,7 +22,7 @@ from pathlib import Path
 from draftsmith.config import Config
 from draftsmith.console import Console
 from draftsmith.errors import UserError
-from draftsmith.failure import Failure, Restarts, attempt_of, explain, first_failure, out_of_memory_kills
+from draftsmith.failure import Failure, Restarts, explain, first_failure, out_of_memory_kills
 from draftsmith.options import StopOptions, TrainOptions
 from draftsmith.profile import check_in_run, profiled_steps
 from draftsmith.run import (
@@ -31,6 +31,7 @@ from draftsmith.run import (
     EXIT_STOPPED,
     EXIT_USER,
     RunDirectory,
+    attempt_of,
     check_run,
     last_attempt,
     read_outcome,

@@ -125,6 +125,12 @@ def last_attempt(path: Path) -> tuple[int, list[Owner]] | None:
     return written["attempt"], [Owner(**one) for one in written.get("launchers", [])]
 
 
+def attempt_of(path: Path) -> int:
+    """The number of the newest attempt; 0 before there is one."""
+    last = last_attempt(path)
+    return last[0] if last is not None else 0
+
+
 def close_run(run: RunDirectory) -> None:
     """Nobody trains here any more."""
     owner = read_owner(run.path)
