@@ -11,9 +11,11 @@ from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
 from draftsmith.errors import UserError
 from draftsmith.host import Meeting
 from draftsmith.loss import Head
+from draftsmith.mailbox import PeerLost
 from draftsmith.step import Tables, TrainStep
 from draftsmith.step_modes import COMPILE_LOCK
 from draftsmith.target_run import FixedShape
+from draftsmith.team import Barrier
 from draftsmith.unit import UnitSequence, UnitShape
 from toy import random_corpus
 
@@ -141,3 +143,44 @@ def test_a_function_may_have_more_variants_than_the_compiler_allows_by_itself():
         run = FixedShape(Scaled(factor).forward, 8, "compile", torch.device("cpu"))
         assert run.mode == "compile" and not run.notes
         assert torch.equal(run(ids, ids)[0], ids * factor)
+
+
+def test_an_abort_takes_no_meeting_back():
+    """threading.Barrier breaks those, too, who were let through but have not woken yet: a last record was lost so."""
+    for _ in range(300):
+        barrier, done = Barrier(3, 30.0), []
+
+        def work(barrier: Barrier = barrier, done: list = done) -> None:
+            barrier.wait()
+            barrier.wait()
+            barrier.abort()  # whoever wakes first
+            done.append(1)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(done) == 3
+        with pytest.raises(PeerLost):
+            barrier.wait()
+
+
+def test_a_barrier_is_aborted_by_a_failure_and_by_silence():
+    for seconds, fails in ((30.0, True), (0.2, False)):
+        barrier, caught = Barrier(3, seconds), []
+
+        def work(barrier: Barrier = barrier, caught: list = caught) -> None:
+            try:
+                barrier.wait()
+            except PeerLost as error:
+                caught.append(str(error))
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        if fails:
+            barrier.abort()
+        for thread in threads:
+            thread.join(10.0)
+        assert caught == ["another worker thread is gone or silent"] * 2

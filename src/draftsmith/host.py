@@ -25,7 +25,7 @@ from draftsmith.mailbox import Patience, PeerLost, TargetEnd, TrainerEnd
 from draftsmith.run import RunDirectory, close_run, open_run
 from draftsmith.slots import SlotMemory, accept, offer, receive, socket_pairs
 from draftsmith.step_modes import allow_recompiles, forbid_recompiles
-from draftsmith.team import Member, Team
+from draftsmith.team import Barrier, Member, Team
 from draftsmith.topology import Place, Topology
 
 
@@ -87,17 +87,14 @@ class Meeting:
     however little, breaks the capture of another one. From then on a recompile is an error, unless a worker needs it."""
 
     def __init__(self, workers: int, seconds: float, forbids: bool = True):
-        self._barrier = threading.Barrier(workers, self._all_here, seconds)
+        self._barrier = Barrier(workers, seconds, self._all_here)
         self._forbids = forbids
 
     def wait(self, may_compile: bool = False) -> None:
         """`may_compile`: a model that breaks into parts compiles some of them only when it needs them."""
         if may_compile:
             self._forbids = False
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise PeerLost("another worker thread is gone or silent") from None
+        self._barrier.wait()
 
     def abort(self) -> None:
         """Whoever waits learns that another one has failed."""

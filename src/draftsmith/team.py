@@ -7,7 +7,7 @@ trainers are threads or processes of a host: ((r0 + r1) + r2) + ... On CUDA NCCL
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,38 @@ class Groups:
     rank: int
 
 
+class Barrier:
+    """Threads wait here until all have come. Unlike threading.Barrier, an abort does not reach those who were let through
+    already but have not woken yet: whatever the last of them then does, each of them has held the same meetings."""
+
+    def __init__(self, threads: int, seconds: float, action: Callable[[], None] = lambda: None):
+        """`action` is what the last one to come does before the others go on. A wait may last `seconds`."""
+        self._threads, self._seconds, self._action = threads, seconds, action
+        self._changed = threading.Condition()
+        self._here = self._held = 0
+        self._aborted = False
+
+    def wait(self) -> None:
+        """PeerLost if another thread called `abort`, or did not come in time."""
+        with self._changed:
+            meeting = self._held
+            self._here += 1
+            if self._here == self._threads and not self._aborted:
+                self._action()
+                self._here, self._held = 0, meeting + 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._aborted or self._held > meeting, self._seconds)
+            if self._held == meeting:
+                self.abort()
+                raise PeerLost("another worker thread is gone or silent")
+
+    def abort(self) -> None:
+        """A thread has failed: whoever waits, or comes later, learns of it."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+
 class Team:
     """What the trainers of one process share."""
 
@@ -39,7 +71,7 @@ class Team:
         self.threads, self.groups = threads, groups
         self.values: list[Any] = [None] * threads
         self.everything: list[Any] = []
-        self._barrier = threading.Barrier(threads, timeout=seconds)
+        self._barrier = Barrier(threads, seconds)
 
     def member(self, index: int) -> "Member":
         return Member(self, index)
@@ -50,10 +82,7 @@ class Team:
 
     def meet(self) -> None:
         if self.threads > 1:
-            try:
-                self._barrier.wait()
-            except threading.BrokenBarrierError:
-                raise PeerLost("another trainer thread is gone or silent") from None
+            self._barrier.wait()
 
 
 class Member:
