@@ -1,7 +1,7 @@
 """Two GPUs of one host against one: losses, resumed runs, killed workers. See two_gpus_h200.md.
 
     draftsmith bench pipeline --out OUT --shape qwen3-0.6b --ways two --per-step 4 --steps 20 --skip 10 --no-idle
-    python records/two_gpus.py OUT
+    python records/two_gpus.py OUT [kills]
 
 Takes the recipe that the bench wrote (OUT/run_two.json) and trains a few steps of it with one and with two trainers.
 """
@@ -61,7 +61,7 @@ def kill_each(out: Path, name: str, targets: int, trainers: int) -> str:
         workers = {}
         for session in (path / "events").glob("*.jsonl"):
             for row in map(json.loads, session.read_text().rpartition("\n")[0].splitlines()):
-                if row["kind"] == "open" and row["attempt"] == attempt:
+                if row["kind"] == "open" and row["attempt"] == attempt and not row["role"].endswith("-gpu"):
                     workers[f"{row['role']} {row['index']}"] = row["pid"]
         victim = sorted(workers)[attempt]
         os.kill(workers[victim], signal.SIGKILL)
@@ -100,17 +100,21 @@ def chain(out: Path, name: str, *parts: tuple[int, int]) -> dict[int, float]:
 
 
 def main() -> None:
-    """All at once: nothing here is timed but the end of killed workers."""
-    out = Path(sys.argv[1])
-    ways = {
-        "one trainer again": ((0, 1),),
-        "two trainers": ((0, 2),),
-        "split 1:1 over two GPUs": ((1, 1),),
-        "six steps on two, six on one": ((0, 2), (0, 1)),
-        "six steps on one, six on two": ((0, 1), (0, 2)),
-    }
+    """All at once: nothing here is timed but the end of killed workers. With `kills` only those."""
+    out, only_kills = Path(sys.argv[1]), sys.argv[2:] == ["kills"]
+    ways = (
+        {}
+        if only_kills
+        else {
+            "one trainer again": ((0, 1),),
+            "two trainers": ((0, 2),),
+            "split 1:1 over two GPUs": ((1, 1),),
+            "six steps on two, six on one": ((0, 2), (0, 1)),
+            "six steps on one, six on two": ((0, 1), (0, 2)),
+        }
+    )
     with ThreadPoolExecutor(8) as pool:
-        one = pool.submit(chain, out, "one", (0, 1))
+        one = None if only_kills else pool.submit(chain, out, "one", (0, 1))
         found = {way: pool.submit(chain, out, way.replace(" ", "_"), *parts) for way, parts in ways.items()}
         killed = [pool.submit(kill_each, out, *way) for way in (("killed_split", 1, 1), ("killed_two", 0, 2))]
         for way, other in found.items():

@@ -25,7 +25,7 @@ from draftsmith.run import (
     write_json,
 )
 from draftsmith.train import train
-from draftsmith.worker import check_recipes
+from draftsmith.worker import check_apart, check_recipes
 from pipeline import (
     agents_of,
     command,
@@ -53,8 +53,10 @@ def place(tmp_path_factory) -> Path:
     return toy_place(tmp_path_factory.mktemp("hosts"), hidden=32)
 
 
-def of_one_host(place: Path, **run):
-    return recipe(place, 0, 1, "processes", steps=STEPS, **{"save_every": 20, "evaluate_every": 10**6} | run)
+def of_one_host(place: Path, trainers: int = 1, **run):
+    """On the CPU, since two hosts of one machine would share a GPU, between whose processes NCCL does not add up."""
+    settings = {"save_every": 20, "evaluate_every": 10**6, "device": "cpu"} | run
+    return recipe(place, 0, trainers, "processes" if trainers == 1 else "threads", steps=STEPS, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_killed_hosts_end_with_their_workers_and_the_run_goes_on(place):
     assert f"complete checkpoints are untouched; go on with --run {run} --resume" in rest
     assert {row["index"] for row in records(run, "open")} == {0, 1} and ended(list(pids(run).values()))
 
-    both = recipe(place, 0, 2, steps=STEPS, stop_after=30, evaluate_every=10**6)  # bitwise the same as two hosts
+    both = of_one_host(place, 2, stop_after=30, save_every=10**6)  # bitwise the same as two hosts
     assert train(both, run, resume=True) == EXIT_STOPPED
     assert train(both, place / "killed_uncut") == EXIT_STOPPED
     assert losses(run).keys() == set(range(1, 31)) and same_values(losses(run), losses(place / "killed_uncut"))
@@ -221,3 +223,10 @@ def test_the_kubernetes_example_is_one_service_and_one_job():
     assert f"{job['metadata']['name']}-0.{service['metadata']['name']}:" in words and pod["subdomain"] == "draftsmith"
     flags = re.findall(r" (--[a-z]+)", words.replace("echo --resume", ""))
     assert {flag[2:] for flag in flags} <= {field.name for field in fields(TrainOptions)}
+
+
+def test_hosts_that_share_a_gpu_are_refused():
+    check_apart([(0, None), None, (1, None)])
+    check_apart([(0, "a"), None, (0, "b"), (1, "c")])
+    with pytest.raises(UserError, match=r"hosts 0 and 1 were given the same GPU \(UUID b\)"):
+        check_apart([(0, "a"), (0, "b"), None, (1, "b")])

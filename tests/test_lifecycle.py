@@ -55,6 +55,8 @@ from pipeline import (
 )
 from toy import toy_place
 
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+
 STEPS = 120
 SPARSE = {"steps": STEPS, "evaluate_every": 50}
 
@@ -114,7 +116,7 @@ def test_killed_workers_are_named_and_restarts_give_the_uncut_losses(place, uncu
         said = read_until(process, f"step {step}/")
         numbers = pids(run, attempt)
         log = f"{run}/logs/attempt_{attempt}/{platform.node().split('.')[0]}.target0.log"
-        assert said.count(f"target 0 loads on cpu; its lines: {log}\n") == 1
+        assert said.count(f"target 0 loads on {DEVICE}; its lines: {log}\n") == 1
         kill(numbers[victim])
         assert ended(list(numbers.values()), 5)
         said = read_until(process, "starting again")
@@ -142,7 +144,7 @@ def test_killed_launchers_detach_status_and_sigterm(place, uncut):
     assert out.returncode == EXIT_DONE and f"training in {run}" in out.stdout, out.stderr
     with pytest.raises(UserError, match="is being trained by process"):
         check_run(run, c, resume=True)
-    until(lambda: len(records(run, "step")) > 15)
+    until(lambda: len(records(run, "step")) > 15 and checkpoint.list_checkpoints(run))
     assert read_run(run).state() == "running"
     kill(int(re.search(r"as process (\d+)", out.stdout)[1]))
     assert ended(list(pids(run, 1).values()))

@@ -139,7 +139,7 @@ def train(
             "evaluate_every": 0,
             "evaluate_units": 1,
             "save_every": options.save or 10**9,
-            "keep_last": 1,
+            "keep_last": 2 if options.save else 1,
         },
         "topology": WAYS[way],
     }

@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.static import FIELDS
 from draftsmith.step import TrainStep
-from draftsmith.step_modes import COMPILE_LOCK
+from draftsmith.step_modes import COMPILE_LOCK, any_number_of_variants
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,15 @@ class Compilation:
 
 @dataclass
 class CompileWatch:
-    """Every compilation of the process while the watch is on, in all threads."""
+    """Every compilation of the process while the watch is on, in all threads, however many variants a function has."""
 
     seen: list[Compilation] = field(default_factory=list)
+    _limits: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
         from torch._dynamo.callback import callback_handler
 
+        self._limits.enter_context(any_number_of_variants())
         callback_handler.register_start_callback(self._begin)
         return self
 
@@ -52,6 +54,7 @@ class CompileWatch:
 
         if self._begin in callback_handler.start_callbacks:  # torch._dynamo.reset drops them all
             callback_handler.remove_start_callback(self._begin)
+        self._limits.close()
 
     def _begin(self, args: Any) -> None:
         locked = COMPILE_LOCK._is_owned()  # threading.Condition's own way to ask

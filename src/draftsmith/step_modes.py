@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Literal
 
 import torch
@@ -69,14 +69,17 @@ def compiled(function: Callable, mode: Resolved) -> Callable:
     return torch.compile(function, dynamic=False, fullgraph=True, mode=trees)
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Compile inside, holding COMPILE_LOCK. torch gives up on a function after 8 variants of it, as a guard against shapes
-    that change; here each worker thread, and each run of the process, has a variant of its own."""
+def any_number_of_variants() -> AbstractContextManager[None]:
+    """torch gives up on a function, without a word, after 8 variants of it, as a guard against shapes that change."""
     import torch._dynamo  # slow, and modes that compile nothing do without
 
-    many = torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY)
-    with COMPILE_LOCK, many, warnings.catch_warnings():
+    return torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Compile inside, holding COMPILE_LOCK; each worker thread, and each run of the process, has a variant of its own."""
+    with COMPILE_LOCK, any_number_of_variants(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TensorFloat32")  # float32 is kept for what has to be exact
         yield
 
@@ -85,15 +88,34 @@ class Graph:
     """A callable without arguments or results, over static buffers, as one CUDA graph."""
 
     def __init__(self, function: Callable[[], None], stream: torch.cuda.Stream):
-        """Capture. `function` has run on `stream` before, at least WARM_UP times."""
+        """Capture. `function` has run on `stream` before, at least WARM_UP times. After a RuntimeError all is as before."""
         self.graph, self.replays = torch.cuda.CUDAGraph(), 0
-        # thread_local: only this thread's own unsafe calls break the capture, not those of other workers
-        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            function()
+        before, pool = torch.cuda.current_stream(stream.device), torch.cuda.graph_pool_handle()
+        try:
+            # thread_local: only this thread's own unsafe calls break the capture, not those of other workers
+            with torch.cuda.graph(self.graph, pool, stream, capture_error_mode="thread_local"):
+                function()
+        except RuntimeError:
+            torch.cuda.set_stream(before)
+            end_failed_capture(stream, pool)
+            raise
 
     def __call__(self) -> None:
         self.graph.replay()
         self.replays += 1
+
+
+def end_failed_capture(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    """Do what torch's capture_end leaves undone when CUDA says there that the capture had broken.
+
+    The allocator would go on as if it were capturing (memory that another stream has used is never free again, none is
+    given back before it says that there is no more), and random numbers of the device would be refused for good.
+    """
+    with suppress(RuntimeError):  # it had ended
+        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+        torch._C._cuda_releasePool(stream.device.index, pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        torch.zeros((), device=stream.device)  # the end of a whole capture takes the generator out of it
 
 
 def on_side_stream(function: Callable[[], None], stream: torch.cuda.Stream) -> None:

@@ -58,13 +58,12 @@ class FixedShape:
     def _capture(self) -> None:
         """On a stream of this device: torch's default one belongs to the device that captured first in this process."""
         device = self.ids.device
-        stream, before = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        stream = torch.cuda.Stream(device)
         with torch.cuda.device(device):
             try:
                 on_side_stream(lambda: self._call(self.ids, self.positions), stream)
                 self._graph = Graph(self._keep_taps, stream)
             except RuntimeError as error:
-                torch.cuda.set_stream(before)  # a capture that fails leaves its own stream behind
                 self.mode = "compile"
                 self.notes.append(f"cannot be captured in a CUDA graph, runs compiled: {_reason(error)}")
             else:

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from draftsmith.__main__ import parse_recipe
@@ -132,6 +133,9 @@ def work(argv: list[str]) -> int:
         obey_signals(stop, [pid for where, pid in world.gather((host, os.getpid())) if where == host])
         leaders = [h * per_host + i for h in range(hosts) for i in range(per_host) if leads(topology, i)]
         backend = "nccl" if places[-1].device != "cpu" else "gloo"
+        check_apart(
+            world.gather((host, card(next(p for p in places if p.role != "target"))) if rank in leaders else None)
+        )
         groups = world.groups(leaders, backend, patience_of(config))
         team = Team(topology.trainers if topology.threads else 1, groups, config.topology.first_patience)
         mails = meet_cell(world, places[0], run.attempt, config) if topology.targets and not topology.threads else None
@@ -141,6 +145,24 @@ def work(argv: list[str]) -> int:
         return 0 if code == EXIT_STOPPED else code
     finally:
         close_run(run)
+
+
+def card(trainer: Place) -> str | None:
+    """The physical GPU of a trainer: what is cuda:0 to one process may be another process's cuda:1."""
+    return None if trainer.device == "cpu" else str(torch.cuda.get_device_properties(trainer.device).uuid)
+
+
+def check_apart(leaders: list[tuple[int, str | None] | None]) -> None:
+    """NCCL adds up between GPUs only; two hosts of a launcher may be containers of one machine, which share them."""
+    hosts: dict[str, int] = {}
+    for host, gpu in filter(None, leaders):
+        if gpu is not None and gpu in hosts:
+            raise UserError(
+                f"trainers of hosts {hosts[gpu]} and {host} were given the same GPU (UUID {gpu}), but NCCL sums gradients "
+                "between GPUs only; give each host its own ones, as by CUDA_VISIBLE_DEVICES"
+            )
+        if gpu is not None:
+            hosts[gpu] = host
 
 
 def leads(topology: Topology, local: int) -> bool:
