@@ -75,7 +75,7 @@ def _topologies(plan: "Plan") -> Iterator[str]:
     yield f"          {'topology':<{width}}  s/step  units/s  tokens/s  target busy  trainer busy  memory"
     for p in plan.ranking[:SHOWN]:
         yield (
-            f"          {p.layout.name:<{width}}  {p.step_seconds:6.3g}  {p.units_per_second:7.3g}  "
+            f"          {p.layout.name:<{width}}  {digits(p.step_seconds):>6}  {digits(p.units_per_second):>7}  "
             f"{number(p.tokens_per_second):>8}  {p.target_busy:11.0%}  {p.trainer_busy:12.0%}  {size(p.bytes_needed)}"
             + ("" if p.fits else "  does not fit")
         )
@@ -84,7 +84,7 @@ def _topologies(plan: "Plan") -> Iterator[str]:
     if plan.seconds is not None and plan.device_hours is not None:
         best = plan.ranking[0]
         yield (
-            f"time      {duration(plan.seconds)} with {best.layout.name}: {plan.device_hours:.1f} device-hours"
+            f"time      {duration(plan.seconds)} with {best.layout.name}: {digits(plan.device_hours)} device-hours"
             + (" (an estimate)" if plan.times is not None and plan.times.estimate else "")
         )
 
@@ -96,3 +96,8 @@ def _advice(plan: "Plan") -> Iterator[str]:
         + (plan.largest_target or "none")
     )
     yield from (f"note      {note}" for note in plan.notes)
+
+
+def digits(value: float) -> str:
+    """At least three of them: 0.0133, 1.00, 123, 1,340."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
