@@ -18,6 +18,7 @@ from draftsmith import checkpoint, config
 from draftsmith.console import Console
 from draftsmith.data.options import PrepareOptions
 from draftsmith.data.prepare import prepare
+from draftsmith.data.shards import Corpus
 from draftsmith.errors import UserError
 from draftsmith.host import run_host
 from draftsmith.init import write_recipe
@@ -239,6 +240,26 @@ def test_a_corpus_that_is_all_held_out_is_refused(place, tmp_path):
     c = recipe(place)
     with pytest.raises(UserError, match="no documents to train on.*--held-out"):
         train(replace(c, data=config.DataConfig(str(out))), tmp_path / "run")
+
+
+def test_the_longest_document_counts_though_it_is_held_out(place, tmp_path):
+    rows = (place / "chat.jsonl").read_text().splitlines()[:40]
+    answer = {"role": "assistant", "content": "on and " * 100}
+    rows.append(json.dumps({"messages": [{"role": "user", "content": "Go on."}, answer]}))
+    (tmp_path / "chat.jsonl").write_text("\n".join(rows))
+    out = tmp_path / "corpus"
+    prepare(PrepareOptions((str(tmp_path / "chat.jsonl"),), str(place / "target"), out, held_out=0.1))
+    if Corpus.open(out, "train").lengths.max() > 600:
+        (out / "train").rename(out / "other")
+        (out / "held_out").rename(out / "train")
+        (out / "other").rename(out / "held_out")
+    longest = Corpus.open(out, "held_out").lengths.max()
+    assert longest > 600 > Corpus.open(out, "train").lengths.max()
+    write_recipe(InitOptions(str(place / "target"), out, tmp_path / "r.toml"))
+    c = config.load(tmp_path / "r.toml")
+    assert c.unit.tokens >= longest and open_job(c).rows
+    with pytest.raises(UserError, match=f"held-out document .* has {longest} tokens.*raise unit.tokens to"):
+        open_job(replace(c, unit=replace(c.unit, tokens=600)))
 
 
 @pytest.mark.parametrize("choice", [{"layers": 0}, {"layers": -1}, {"block": 1}, {"block": 100_000}])

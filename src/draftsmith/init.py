@@ -8,7 +8,7 @@ from pathlib import Path
 from draftsmith.config import from_dict
 from draftsmith.errors import UserError
 from draftsmith.options import InitOptions
-from draftsmith.unit import Documents, UnitShape, fitting_anchor_rate
+from draftsmith.unit import Documents, UnitShape, fitting_anchor_rate, longest_document
 
 MAX_BLOCK_TOKENS = 16384  # A*B of one unit: enough to fill a large GPU, small enough for its memory
 
@@ -21,13 +21,17 @@ class UnitProposal:
     reasons: tuple[str, ...]
 
 
-def propose_unit(corpus: Documents, block_size: int, device: str = "cpu") -> UnitProposal:
-    """Choose T and A from a corpus's lengths and valid anchors.
+def propose_unit(
+    corpus: Documents, block_size: int, device: str = "cpu", held_out: Documents | None = None
+) -> UnitProposal:
+    """Choose T and A from the lengths and valid anchors of a training split.
 
-    T holds the longest document and, for little waste at row ends, several mean ones. A is about half of a row's
-    valid anchors (the paper draws up to 512 of a response each epoch), within what a device does in good time.
+    T holds the longest document, of `held_out` too, and, for little waste at row ends, several mean ones. A is about
+    half of a row's valid anchors (the paper draws up to 512 of a response each epoch), within what a device does in
+    good time.
     """
-    longest, mean = int(corpus.lengths.max()), float(corpus.lengths.mean())
+    longest = longest_document(corpus, *([] if held_out is None else [held_out]))
+    mean = float(corpus.lengths.mean())
     floor, several, most = (512, 8, 1024) if device == "cpu" else (4096, 12, MAX_BLOCK_TOKENS)
     tokens = max(longest, floor, int(several * mean))
     tokens = min(-(-tokens // 128) * 128, (1 << 24) - 1)
@@ -71,11 +75,11 @@ def write_recipe(options: InitOptions) -> None:
     small = device == "cpu"
     layers = (2 if small else 5) if options.layers is None else options.layers
     block = (8 if small else 16) if options.block is None else options.block
-    corpora = corpus, Corpus.open(options.corpus, "held_out")
-    mask_token, mask_reason = find_mask_token(directory, options.trust_remote_code, corpora)
+    held_out = Corpus.open(options.corpus, "held_out")
+    mask_token, mask_reason = find_mask_token(directory, options.trust_remote_code, (corpus, held_out))
     gamma, gamma_reason = _gamma(block)
     taps = default_taps(facts.num_layers, max(1, min(max(layers, 3), facts.num_layers - 3)))  # small targets have few
-    unit = propose_unit(corpus, block, device)
+    unit = propose_unit(corpus, block, device, held_out)
     lines = [
         f"# Written by `draftsmith init {options.target} {options.corpus}`. Any key may be changed, here or as a flag.",
         "[target]",

@@ -30,8 +30,10 @@ from draftsmith.unit import (
     UnitSequence,
     UnitShape,
     check_documents,
+    check_lengths,
     evaluation_chunks,
     fitting_anchor_rate,
+    longest_document,
     plan_epoch,
 )
 
@@ -108,6 +110,7 @@ def open_job(config: Config) -> Job:
     drafter = drafter_shape(config, directory)
     try:
         check_documents(corpus, shape)
+        check_lengths(held_out, shape, "held-out document")
         rows = plan_epoch(held_out, shape, seed=0, epoch=0) if len(held_out.lengths) else []
     except ValueError as error:
         raise UserError(f"{config.data.corpus}: {error}") from None
@@ -140,7 +143,7 @@ def last_step(job: Job, resume: bool = False) -> int:
 
 def row_plan(job: Job) -> RowPlan:
     """The shape of the rows that the target will get."""
-    return RowPlan(job.shape.tokens, int(max(c.lengths.max(initial=0) for c in (job.corpus, job.held_out))))
+    return RowPlan(job.shape.tokens, longest_document(job.corpus, job.held_out))
 
 
 def automatic_device() -> str:

@@ -83,6 +83,11 @@ def fitting_anchor_rate(corpus: Documents, tokens: int, anchors: int) -> float:
     return min(1.0, max(1e-3, 0.8 * anchors / max(1.0, supervised)))
 
 
+def longest_document(*splits: Documents) -> int:
+    """Tokens of the longest document in any of the splits; 0 if there is none."""
+    return max(int(split.lengths.max(initial=0)) for split in splits)
+
+
 def valid_anchors(loss_mask: np.ndarray) -> np.ndarray:
     """Positions a of one document with loss_mask[a] and loss_mask[a+1] (spec 2.3), int64 ascending."""
     mask = loss_mask.astype(bool)
@@ -225,15 +230,19 @@ def check_documents(corpus: Documents, shape: UnitShape) -> None:
     """Refuse what can never be packed or trained: it was `prepare`'s work to reject it, counted."""
     if not len(corpus.lengths):
         raise ValueError("there are no documents to train on; if all are held out, prepare with a smaller --held-out")
-    longest = int(corpus.lengths.max())
-    if longest > shape.tokens:
-        index = int(corpus.lengths.argmax())
-        raise ValueError(
-            f"document {index} has {longest} tokens but a unit has unit.tokens = {shape.tokens}: "
-            f"raise unit.tokens to {-(-longest // 128) * 128} or prepare with --max-tokens {shape.tokens}"
-        )
+    check_lengths(corpus, shape, "document")
     if shape.tokens >= 1 << 24:
         raise ValueError(f"unit.tokens = {shape.tokens} is more than {(1 << 24) - 1}")
+
+
+def check_lengths(corpus: Documents, shape: UnitShape, what: str) -> None:
+    """ValueError where a document is longer than a row; `what` names the documents of this split, which may be empty."""
+    longest = int(corpus.lengths.max(initial=0))
+    if longest > shape.tokens:
+        raise ValueError(
+            f"{what} {int(corpus.lengths.argmax())} has {longest} tokens but a unit has unit.tokens = {shape.tokens}: "
+            f"raise unit.tokens to {-(-longest // 128) * 128} or prepare with --max-tokens {shape.tokens}"
+        )
 
 
 def plan_epoch(corpus: Documents, shape: UnitShape, seed: int, epoch: int) -> list[list[int]]:
