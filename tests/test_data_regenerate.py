@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -332,6 +333,25 @@ def test_a_damaged_journal_is_named(line, tmp_path):
     path.write_text(line + "\n")
     with pytest.raises(UserError, match="journal.jsonl: (damaged|belongs)"):
         go(source, tmp_path / "out.jsonl", "http://localhost:1")
+
+
+def test_full_disk(tmp_path):
+    """One line; the replies that got to the disk are kept, and the same command goes on behind them."""
+    rows = [{"prompt": f"q{i} " + "x" * 10_000} for i in range(40)]
+    source, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with serving() as server:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))  # as a full disk: the write fails with OSError
+        try:
+            with pytest.raises(
+                UserError, match="out.jsonl: cannot be written: .*replies so far are in .*journal.jsonl"
+            ):
+                go(source, out, server.url, concurrency=4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        report = go(source, out, server.url, concurrency=4)
+    assert report.written == 40 and report.kept_before == 19, "as many as fit into 200,000 bytes"
+    assert sum(server.asked.values()) <= 40 + 4
 
 
 def test_two_commands_cannot_write_one_file(tmp_path):

@@ -19,7 +19,7 @@ class Journal:
     """Replies by (row, number of the reply in the row), and rows that failed for good."""
 
     def __init__(self, path: Path, fingerprint: str):
-        """Open or begin the journal at `path`. UserError if it belongs to another job."""
+        """Open or begin the journal at `path`. UserError if it belongs to another job or cannot be written."""
         self.path = path
         self._places: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
         self.failed: dict[int, str] = {}
@@ -28,12 +28,12 @@ class Journal:
         """Replies that ended at the token limit."""
         try:
             self._file = open(path, "a+b")
+            lock(self._file, str(path))
+            self._file.seek(0)
+            if not self._take_over(fingerprint):
+                self._write({"job": fingerprint})
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-        lock(self._file, str(path))
-        self._file.seek(0)
-        if not self._take_over(fingerprint):
-            self._write({"job": fingerprint})
 
     def _take_over(self, fingerprint: str) -> bool:
         """Index the complete lines; cut off what follows the last one. Another job that got no reply leaves the place."""
@@ -100,7 +100,8 @@ class Journal:
         return at, len(line)
 
     def close(self) -> None:
-        self._file.close()
+        """Every reply is in the file already; one that a full disk refused, still in the buffer, is not tried again."""
+        self._file.raw.close()
 
     def remove(self) -> None:
         """The job is done."""

@@ -28,14 +28,8 @@ from draftsmith.data.tools import Rejection, without_nulls
 from draftsmith.errors import UserError
 
 Message = dict[str, Any]
-_SAME_REPLIES = (
-    "concurrency",
-    "retries",
-    "timeout",
-    "overwrite",
-    "api_key_file",
-    "out",
-)  # options that change no reply
+# Options that change no reply.
+_SAME_REPLIES = ("concurrency", "retries", "timeout", "overwrite", "api_key_file", "out")
 _PACE_SECONDS = 30.0
 
 
@@ -123,11 +117,8 @@ def regenerate(options: RegenerateOptions, console: Console | None = None) -> Re
     if console:
         for remark in remarks:
             console.note(remark)
-    job = _Job(
-        options,
-        files,
-        Journal(options.out.with_name(f"{options.out.name}.journal.jsonl"), _fingerprint(options, files)),
-    )
+    journal = Journal(options.out.with_name(f"{options.out.name}.journal.jsonl"), _fingerprint(options, files))
+    job = _Job(options, files, journal)
     try:
         job.collect(console or Console(_silent()))
         return job.write()
@@ -193,7 +184,7 @@ class _Job:
                     for _ in range(o.concurrency):
                         group.create_task(work())
             except ExceptionGroup as group:
-                mistakes = group.subgroup(UserError)
+                mistakes = group.subgroup((UserError, OSError))
                 if mistakes is None:
                     raise
                 raise mistakes.exceptions[0] from None
