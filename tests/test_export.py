@@ -200,6 +200,15 @@ def test_user_errors_of_sources_and_targets(tmp_path, target, drafter):
     assert not (tmp_path / "out").exists()
 
 
+def test_another_target_is_not_taken_at_the_revision_of_the_recipes(tmp_path, target, drafter):
+    run = tmp_path / "run"
+    write_checkpoint(run, drafter, target, recipe={"target": {"model": str(target), "revision": "v1"}})
+    other = str(save_target(tiny_target(), tmp_path / "other"))
+    assert export(run, tmp_path / "same").revision == "v1"
+    assert export(run, tmp_path / "a", target=other).revision is None
+    assert export(run, tmp_path / "b", target=other, revision="v2").revision == "v2"
+
+
 def test_serve_commands_count_drafts_as_each_engine_does(tmp_path):
     vllm, sglang = serve_commands("models/my target", tmp_path, "zlab", 8)
     assert '"num_speculative_tokens": 7' in vllm and "'models/my target'" in vllm

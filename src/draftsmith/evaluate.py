@@ -25,7 +25,7 @@ from draftsmith.decode import Cycle, Decoder, Generation, Sampling
 from draftsmith.disk import reserved
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.errors import UserError
-from draftsmith.export import DrafterInfo, check_fits, load_drafter
+from draftsmith.export import DrafterInfo, check_fits, load_drafter, target_of
 from draftsmith.job import automatic_device, dtype_of
 from draftsmith.loss import Head
 from draftsmith.options import EvaluateOptions
@@ -127,10 +127,7 @@ def open_session(options: EvaluateOptions) -> Session:
     drafter, info = load_drafter(options.drafter)
     if options.block is not None and not 2 <= options.block <= drafter.shape.block_size:
         raise UserError(f"--block {options.block}: this drafter was trained with blocks of {drafter.shape.block_size}")
-    name = options.target or info.target
-    if name is None:
-        raise UserError(f"{options.drafter}: does not say which target it belongs to; give --target")
-    directory = models.resolve(name, options.revision or (None if options.target else info.revision))
+    directory = models.resolve(*target_of(info, options.drafter, options.target, options.revision))
     check_fits(drafter, directory, info.trusts_remote_code)
     device = torch.device(automatic_device() if options.device == "auto" else options.device)
     dtype = dtype_of(options.dtype, device)

@@ -87,12 +87,10 @@ def export(
     """Write `out` in a serving layout. The target (its name from the run, if not given) supplies ids, scales and, for the
     speculators layout, embedding and head. Returns what went into draftsmith.json."""
     drafter, info = load_drafter(source)
-    name = target or info.target
-    if name is None:
-        raise UserError(f"{source}: does not say which target it belongs to; give --target")
+    name, revision = target_of(info, source, target, revision)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; choose another --out or delete it yourself")
-    directory = models.resolve(name, revision or info.revision)
+    directory = models.resolve(name, revision)
     tables = load_tables(directory, torch.float32, torch.device("cpu"), info.trusts_remote_code)
     traits = _traits(name, directory, tables)
     check_fits(drafter, directory, info.trusts_remote_code)
@@ -105,7 +103,7 @@ def export(
         # vLLM and speculators know no scales: they are folded in (a soft-cap does not change the order of tokens).
         tensors["embed_tokens.weight"] = (tables.embedding * tables.embed_scale).to(torch_dtype)
         tensors["lm_head.weight"] = (tables.head.weight * tables.head.scale).to(torch_dtype)
-    metadata = {**asdict(info), "source": str(source), "target": name, "revision": revision or info.revision}
+    metadata = {**asdict(info), "source": str(source), "target": name, "revision": revision}
     files = {
         "config.json": config,
         METADATA: {"format": 1, "layout": layout, "drafter": drafter.shape.to_dict(), **metadata},
@@ -113,6 +111,15 @@ def export(
     tensors = {k: v.detach().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
     _write(out, tensors, files, lambda written: _compare(drafter, written, tables))
     return DrafterInfo(**metadata)
+
+
+def target_of(info: DrafterInfo, source: Path, target: str | None, revision: str | None) -> tuple[str, str | None]:
+    """(name, revision) of the target to take: the given one, else the one that the drafter was trained for, at the
+    recipe's revision, which means nothing for another target. UserError where neither is known."""
+    name = target or info.target
+    if name is None:
+        raise UserError(f"{source}: does not say which target it belongs to; give --target")
+    return name, revision or (None if target else info.revision)
 
 
 def check_fits(drafter: DFlash, target: Path, trust_remote_code: bool = False) -> None:
