@@ -107,6 +107,19 @@ def test_prune_keeps_the_last_and_the_best(tmp_path):
     assert checkpoint.best_checkpoint(found).step == 2
 
 
+def test_an_old_checkpoint_that_cannot_be_moved_is_one_line(tmp_path):
+    writer = checkpoint.Writer(tmp_path, 1, make_step())
+    writer.start(1, {})
+    writer.start(2, {})
+    writer.finish()
+    (tmp_path / "checkpoints" / f".step_2.{os.getpid()}.tmp" / "in the way").mkdir(parents=True)
+    writer.start(3, {})
+    with pytest.raises(UserError, match="step_2: the old checkpoint could not be deleted"):
+        writer.finish()
+    writer.close()
+    assert [c.step for c in checkpoint.list_checkpoints(tmp_path)] == [2, 3]
+
+
 def test_another_shape_is_refused_with_the_difference(tmp_path):
     saved = checkpoint.save(tmp_path, 1, make_step(layers=1), {})
     with pytest.raises(UserError, match="num_layers 1 instead of 2"):

@@ -193,6 +193,19 @@ def test_the_profilers_events_join_the_trace(tmp_path: Path) -> None:
     assert any(name.startswith(f"{log.worker}: ") for name in names)
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b"no gzip", lambda b: b[:30] + b"xxxx" + b[34:]]
+)
+def test_a_damaged_profile_is_named(tmp_path: Path, damage) -> None:
+    with EventLog(tmp_path) as log, log.span("step", step=1):
+        pass
+    (tmp_path / "profiles").mkdir()
+    profile = tmp_path / "profiles" / "here.json.gz"
+    profile.write_bytes(damage(gzip.compress(json.dumps({"traceEvents": list(range(1000))}).encode())))
+    with pytest.raises(UserError, match=r"here.json.gz: cannot be read: .*moved away"):
+        trace_main(TraceOptions(tmp_path))
+
+
 @pytest.mark.parametrize("steps", ["0:3", "5:2", "a", "1:b", "-1"])
 def test_malformed_profile(tmp_path: Path, steps: str) -> None:
     with pytest.raises(UserError, match="FIRST:LAST"):

@@ -240,14 +240,21 @@ def _unwritten(final: Path, reason: object) -> UserError:
 
 
 def prune(run: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints and the best one (highest evaluated acceptance length)."""
+    """Delete all but the newest `keep_last` checkpoints and the best one (highest evaluated acceptance length).
+    UserError where one cannot be moved."""
     found = list_checkpoints(run)
     kept = {c.step for c in found[-keep_last:]}
     best = best_checkpoint(found)
     for checkpoint in found:
         if checkpoint.step not in kept and (best is None or checkpoint.step != best.step):
             doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.{os.getpid()}.tmp")
-            checkpoint.path.rename(doomed)  # in one move, so that a kill leaves no half of it in the list
+            try:
+                checkpoint.path.rename(doomed)  # in one move, so that a kill leaves no half of it in the list
+            except OSError as error:
+                raise UserError(
+                    f"{checkpoint.path}: the old checkpoint could not be deleted: {error.strerror}; "
+                    "the newest is complete, go on with --resume"
+                ) from None
             shutil.rmtree(doomed, ignore_errors=True)
 
 

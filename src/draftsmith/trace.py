@@ -6,6 +6,7 @@ files of torch's profiler under RUN/profiles/ are put into the same trace, on th
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +107,13 @@ def clock_shifts(sessions: tuple[Session, ...]) -> dict[int, float]:
 def _profiles(run: Run, zero: float, processes: int) -> Iterator[dict[str, Any]]:
     """Events of torch's profiler files, moved to this trace's clock and to processes of their own."""
     for path in sorted((run.path / "profiles").glob("*.json*")):
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            profile = json.load(file)
+        try:
+            with (
+                gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
+            ):
+                profile = json.load(file)
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise UserError(f"{path}: cannot be read: {error}; the trace goes without it if it is moved away") from None
         base = profile.get("baseTimeNanoseconds", 0) / 1e9
         pids: dict[Any, int] = {}
         for event in profile.get("traceEvents", []):
