@@ -11,7 +11,7 @@ import pytest
 from draftsmith import __version__, config
 from draftsmith.__main__ import parse_recipe
 from draftsmith.errors import UserError
-from draftsmith.options import TrainOptions
+from draftsmith.options import TrainOptions, WorkerOptions
 
 GOOD = '[target]\nmodel = "m"\nmask_token = 3\n[data]\ncorpus = "c"\n'
 
@@ -76,6 +76,21 @@ def test_flags_are_as_strict_as_the_recipe(tmp_path):
         parse_recipe(TrainOptions, [path, "--optim.lr", "nan"], "draftsmith train", "")
     options, parsed = parse_recipe(TrainOptions, [path, "--target.taps", "1", "2"], "draftsmith train", "")
     assert options.recipe == Path(path) and parsed.target.taps == (1, 2)
+
+
+@pytest.mark.parametrize("flag", ["--detach", "--restarts=2", "--hosts=2", "--rendezvous=a:1", "--unchecked"])
+def test_a_worker_takes_no_flag_of_the_launcher(tmp_path, flag, capsys):
+    path = str(written(tmp_path, GOOD))
+    assert parse_recipe(TrainOptions, [path, flag], "draftsmith train", "")
+    with pytest.raises(SystemExit, match="2"):
+        parse_recipe(WorkerOptions, [path, flag], "draftsmith.worker", "")
+    assert flag.partition("=")[0] in capsys.readouterr().err
+    options, _ = parse_recipe(WorkerOptions, [path, "--run-directory", "r", "--resume", "--profile", "1:2"], "", "")
+    assert options.run == Path("r") and options.resume and options.profile == "1:2"
+
+
+def test_every_checkpoint_of_the_defaults_knows_its_acceptance_length():
+    assert config.RunConfig.save_every % config.RunConfig.evaluate_every == 0
 
 
 def test_round_trip_and_hash(tmp_path):

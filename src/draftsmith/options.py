@@ -20,7 +20,7 @@ class InitOptions:
     revision: str | None = None
     """Hub revision of the target."""
     layers: int | None = None
-    """Draft layers; default 5, or 2 for targets of at most 30 layers and 600 hidden units."""
+    """Draft layers; default 5, or 2 on a CPU."""
     block: int | None = None
     """Block size; default 16, or 8 on a CPU."""
     trust_remote_code: bool = False
@@ -28,8 +28,8 @@ class InitOptions:
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """Trains a recipe; any of its keys may be given as a flag."""
+class RunOptions:
+    """What a run's launcher and its workers take alike."""
 
     TAKES_RECIPE: ClassVar[bool] = True
     recipe: Positional[Path]
@@ -38,6 +38,14 @@ class TrainOptions:
     """Run directory; default runs/NAME-OF-RECIPE. (torchrun takes --run for an option of its own.)"""
     resume: bool = False
     """Go on from the newest complete checkpoint in the run directory."""
+    profile: str | None = None
+    """FIRST:LAST: profile these steps of the first trainer, counted from 1 (`draftsmith trace` shows them)."""
+
+
+@dataclass(frozen=True)
+class TrainOptions(RunOptions):
+    """Trains a recipe; any of its keys may be given as a flag."""
+
     detach: bool = False
     """Train in the background; `status`, `watch` and `stop` work on the run directory."""
     restarts: int = 0
@@ -50,12 +58,10 @@ class TrainOptions:
     """auto: the fastest that fits, as `draftsmith plan` measures it on this machine, instead of the recipe's."""
     unchecked: bool = False
     """Train even if the quick half of `draftsmith doctor`, which runs first, finds something wrong."""
-    profile: str | None = None
-    """FIRST:LAST: profile these steps of the first trainer, counted from 1 (`draftsmith trace` shows them)."""
 
 
 @dataclass(frozen=True)
-class WorkerOptions(TrainOptions):
+class WorkerOptions(RunOptions):
     """One worker process of a recipe; torchrun or `draftsmith train` starts it."""
 
     launcher: int | None = None
