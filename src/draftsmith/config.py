@@ -37,7 +37,7 @@ class TargetConfig:
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     taps: tuple[int, ...] = ()
-    """0-based decoder layers whose output conditions the drafter, in order. Empty: z-lab's rule for `drafter.taps`."""
+    """0-based decoder layers whose output conditions the drafter, in order. Empty: z-lab's rule for `drafter.layers` taps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype of the prefill. auto: bfloat16 on CUDA, float32 on CPU."""
     mask_token: int | None = None
@@ -141,8 +141,9 @@ class RunConfig:
     evaluate_every: int = 200
     """Steps between evaluations on held-out units; 0: never."""
     evaluate_units: int = 2
-    save_every: int = 500
-    """Steps between checkpoints; the last step always saves."""
+    save_every: int = 400
+    """Steps between checkpoints; the last step always saves. A checkpoint knows its acceptance length, and may be the
+    best one, where its step evaluates too: take a multiple of `evaluate_every`."""
     save_minutes: float = 0.0
     """Minutes between checkpoints, besides `save_every`; 0: by steps alone."""
     keep_last: int = 2
