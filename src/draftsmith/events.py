@@ -30,12 +30,13 @@ DEVICE_SUFFIX = "-gpu"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One log step. Rates and shares are over the steps since the previous record; None is not written."""
+    """One log step. Rates and shares are over the steps since the previous record, `loss` to `slot_accuracy` and
+    `gradient_norm` are the last step's; None is not written."""
 
     step: int
     """Optimizer steps done, 1 after the first."""
     loss: float
-    """Weighted cross-entropy in nats over the interval, by the sum law."""
+    """Weighted cross-entropy of the step's units in nats, by the sum law."""
     block_acceptance: float | None = None
     """Right drafts in a row + 1, mean over training blocks. Biased against decoding: EvaluationRecord's walk is not."""
     slot_accuracy: list[float] | None = None
@@ -44,7 +45,7 @@ class StepRecord:
     gradient_norm: float | None = None
     """Global norm before clipping."""
     skipped_updates: int | None = None
-    """Updates skipped since the run began (non-finite gradients, or no supervised slot)."""
+    """Updates skipped since this attempt began (non-finite gradients, or no supervised slot)."""
     steps: int | None = None
     """Optimizer steps in this interval."""
     seconds: float | None = None
@@ -67,9 +68,9 @@ class StepRecord:
     gpu_utilisation_percent: float | None = None
     power_watts: float | None = None
     recompiles: int | None = None
-    """Compilations since training began, of the process that wrote the record: parts of a target that it met late."""
+    """Compilations after set-up in this attempt, of the process that wrote the record: parts of a target met late."""
     replays: int | None = None
-    """CUDA graph replays of the step since training began: one a unit, one an update. Of the first trainer."""
+    """CUDA graph replays of the step since this attempt began: one a unit, one an update. Of the first trainer."""
     busy_seconds: float | None = None
     """Seconds of the interval inside spans of work; filled from the log's own spans when None."""
     wait_seconds: float | None = None

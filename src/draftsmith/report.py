@@ -157,7 +157,7 @@ def _environment(run: Run) -> dict[str, Any]:
     facts = {**provenance, **{f"version of {name}": version for name, version in versions.items()}}
     if run.steps:
         newest = {name: run.steps[-1].get(name) for name in ("recompiles", "replays", "skipped_updates")}
-        facts |= {f"{name} in all": value for name, value in newest.items() if value is not None}
+        facts |= {f"{name} since the last attempt began": value for name, value in newest.items() if value is not None}
     if argv:
         facts["command"] = " ".join([Path(argv[0]).name, *argv[1:]])
     for session in run.current():

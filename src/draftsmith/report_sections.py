@@ -154,7 +154,7 @@ def _ramp_lines(key: str, title: str, unit: str, steps: np.ndarray, table: np.nd
 def gradient(runs: Sequence[Run]) -> Figure | None:
     skipped = [int(run.steps[-1].get("skipped_updates") or 0) if run.steps else 0 for run in runs]
     said = [
-        f"{_prefix(runs, run)}{n or 'no'} {'update' if n == 1 else 'updates'} skipped."
+        f"{_prefix(runs, run)}{n or 'no'} {'update' if n == 1 else 'updates'} skipped since the last attempt began."
         for run, n in zip(runs, skipped, strict=True)
     ]
     return _courses(runs, "gradient", "Gradient norm", "before clipping", "gradient_norm", " ".join(said))
