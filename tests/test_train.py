@@ -73,13 +73,6 @@ def test_twenty_steps_equal_ten_and_ten_resumed_bitwise(place, tmp_path):
     assert at_20 < at_10 and at_20 == pytest.approx(last, rel=0.1), "held-out text is of the same kind"
 
 
-def test_accumulation_over_units_equals_the_sum_law(place, tmp_path):
-    """2 units a step and 1 unit a step see the same units in the same order; only the grouping differs."""
-    assert train(recipe(place, steps=4, per_step=1, log_every=1), tmp_path / "one") == EXIT_DONE
-    assert train(recipe(place, steps=2, per_step=2, log_every=1), tmp_path / "two") == EXIT_DONE
-    assert losses(tmp_path / "one").keys() == {1, 2, 3, 4} and losses(tmp_path / "two").keys() == {1, 2}
-
-
 def test_recipe_states_its_reasons_and_is_not_overwritten(place):
     text = (place / "recipe.toml").read_text()
     assert "mask_token = 260  #" in text and "# as published" in text
