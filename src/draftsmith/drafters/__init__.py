@@ -1,5 +1,1 @@
-"""The table of drafters: a new one is one file here and one row."""
-
-from draftsmith.drafters.dflash import DFlash, DFlashShape
-
-DRAFTERS = {"dflash": (DFlash, DFlashShape)}
+"""The trained model: its layers, its shape and its first weights from a target."""
