@@ -71,9 +71,8 @@ def visible_keys(anchors: Tensor, starts: Tensor, tokens: int, block_size: int, 
     """How many (query, key) pairs of each tile are visible, [query tiles, key tiles] int32."""
     queries = anchors.numel() * block_size
     tiles = -(-queries // TILE)
-    q = torch.arange(
-        tiles * TILE, device=anchors.device
-    )  # the last tile may have rows that are no queries: they see nothing
+    # The last tile may have rows that are no queries: they see nothing.
+    q = torch.arange(tiles * TILE, device=anchors.device)
     real, q = q < queries, q.clamp(max=queries - 1)
     block, slot = q // block_size, q % block_size
     low, high = starts[block], anchors[block]

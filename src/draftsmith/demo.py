@@ -143,7 +143,7 @@ def _claim(job: Job) -> None:
 def _model(job: Job, display: Display) -> str:
     from draftsmith.smollm import SMOLLM_NAME
 
-    display.advance(0.0, "converting")
+    display.advance(0.0, "fetching 93 MB if they are not here, converting")
     return f"{SMOLLM_NAME}, in {job.target()}"
 
 

@@ -76,9 +76,8 @@ def apart(a: Tensor, b: Tensor) -> float:
 def check_taps(target: Target, job: Job, unit: Unit) -> list[Verdict]:
     """A document of a packed row against the model's own `output_hidden_states` of the same tokens alone."""
     name, layers = "taps", job.drafter.num_target_layers
-    taps = [
-        i for i in target.taps if i < layers - 1
-    ]  # hidden_states holds the last layer's output after the final norm
+    # hidden_states holds the last layer's output after the final norm
+    taps = [i for i in target.taps if i < layers - 1]
     if not taps:
         return [not_checked(name, "the only tap is the last layer, whose output transformers reports after its norm")]
     row = row_of(unit, target.device)

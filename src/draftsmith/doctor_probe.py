@@ -27,7 +27,6 @@ from draftsmith.step_modes import COMPILE_LOCK, any_number_of_variants
 class Compilation:
     """One compilation as it began."""
 
-    trigger: str
     thread: str
     locked: bool
     """The thread held COMPILE_LOCK, or is one of autograd's, which works for a thread that holds it."""
@@ -56,13 +55,11 @@ class CompileWatch:
             callback_handler.remove_start_callback(self._begin)
         self._limits.close()
 
-    def _begin(self, args: Any) -> None:
+    def _begin(self, _: Any) -> None:
         locked = COMPILE_LOCK._is_owned()  # threading.Condition's own way to ask
         if isinstance(threading.current_thread(), threading._DummyThread):
             locked = someone_compiles()  # a GPU's backward, compiled at its first run in autograd's thread
-        self.seen.append(
-            Compilation(args.callback_trigger.name.lower(), threading.current_thread().name, locked, own_line())
-        )
+        self.seen.append(Compilation(threading.current_thread().name, locked, own_line()))
 
 
 def someone_compiles() -> bool:
@@ -160,9 +157,8 @@ class Growth:
 
     def __init__(self, device: torch.device, alone: bool):
         self._device, self._asks_allocator = device, alone and device.type == "cuda"
-        self._seen: dict[
-            int, tuple[StorageWeakRef, int, int]
-        ] = {}  # a weak reference keeps the key from being used again
+        # A weak reference keeps the key from being used again.
+        self._seen: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._allocated: list[int] = []
         self._marks = 0
 

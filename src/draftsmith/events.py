@@ -210,9 +210,7 @@ class EventLog:
         for name, spans in by_name.items():
             self._write(kind="spans", name=name, **self._columns(spans))
         if sums:
-            begin = min(
-                start for spans in by_name.values() for start, _, _ in spans
-            )  # loading is not part of the first
+            begin = min(start for spans in by_name.values() for start, _, _ in spans)  # the first begins after loading
             seconds = (now - (self._interval_start_ns or begin)) / 1e9
             counts = {name: len(spans) for name, spans in by_name.items()}
             self._write(kind="busy", t=self.seconds(now), seconds=seconds, span_seconds=sums, span_counts=counts)

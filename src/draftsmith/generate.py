@@ -136,9 +136,8 @@ class Generator:
             if progress is not None:
                 progress(index, reply)
 
-        queue = deque(
-            sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        )  # the longest first: memory peaks at once
+        # The longest first: memory peaks at once.
+        queue = deque(sorted(range(len(prompts)), key=lambda i: -len(prompts[i])))
         sampler, rows = sampler or Sampler(), None
         while queue or rows is not None:
             free = batch - (0 if rows is None else len(rows.indices))

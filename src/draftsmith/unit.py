@@ -54,7 +54,6 @@ class Unit:
     scored: np.ndarray  # [A, B-1] bool: the label is supervised and belongs to the anchor's document
     tokens_used: int
     anchors_used: int
-    corpus_documents: tuple[int, ...]  # indices into the corpus, in row order
 
 
 def hash64(seed: int, stream: int, counter: np.ndarray | int) -> np.ndarray:
@@ -104,7 +103,6 @@ class Row(NamedTuple):
     supervised: np.ndarray  # [T + B] bool, B extra so that slots past the row read False
     valid: np.ndarray  # int64 row positions of every valid anchor, ascending
     used: int
-    members: tuple[int, ...]
 
 
 def lay_out(corpus: Documents, members: Sequence[int], shape: UnitShape) -> Row:
@@ -121,7 +119,7 @@ def lay_out(corpus: Documents, members: Sequence[int], shape: UnitShape) -> Row:
         valid.append(at + valid_anchors(mask))
         at = end
     documents[at:], positions[at:], first[at:] = len(members), np.arange(T - at), at
-    return Row(ids, positions, documents, first, supervised, np.concatenate(valid), at, tuple(members))
+    return Row(ids, positions, documents, first, supervised, np.concatenate(valid), at)
 
 
 def with_anchors(row: Row, chosen: np.ndarray, shape: UnitShape, number: int) -> Unit:
@@ -135,18 +133,9 @@ def with_anchors(row: Row, chosen: np.ndarray, shape: UnitShape, number: int) ->
     scored[len(chosen) :] = False
     labels = np.where(scored, row.ids[inside], 0)
     return Unit(
-        number,
-        row.ids,
-        row.positions,
-        row.documents,
-        anchors,
-        starts,
-        labels,
-        scored,
-        row.used,
-        len(chosen),
-        row.members,
-    )
+        number=number, ids=row.ids, positions=row.positions, documents=row.documents, anchors=anchors, starts=starts,
+        labels=labels, scored=scored, tokens_used=row.used, anchors_used=len(chosen),
+    )  # fmt: skip
 
 
 def build_unit(corpus: Documents, members: Sequence[int], shape: UnitShape, number: int, keys: np.ndarray) -> Unit:
@@ -184,14 +173,17 @@ class UnitSequence:
         epoch = int(np.searchsorted(self._ends, number, side="right"))
         return epoch, number - (self._ends[epoch - 1] if epoch else 0)
 
-    def unit(self, number: int) -> Unit:
+    def documents(self, number: int) -> list[int]:
+        """Indices into the corpus of a unit's documents, in row order."""
         epoch, row = self.place(number)
-        members = self._rows(epoch)[row]
+        return self._rows(epoch)[row]
+
+    def unit(self, number: int) -> Unit:
         position = np.arange(self.shape.tokens, dtype=np.uint64)
         low = np.uint64(24)  # position in the low bits makes every key unique
         stream = _ANCHOR ^ _mix_int(number)
         keys = (hash64(self.seed, stream, position) >> low << low) | position
-        return build_unit(self.corpus, members, self.shape, number, keys)
+        return build_unit(self.corpus, self.documents(number), self.shape, number, keys)
 
     def _rows(self, epoch: int) -> list[list[int]]:
         if self._epoch is None or self._epoch[0] != epoch:

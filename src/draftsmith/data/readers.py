@@ -190,7 +190,7 @@ class _JsonBuffer:
     """Decodes JSON values one after the other from a stream, holding little more than one of them."""
 
     def __init__(self, stream: BinaryIO):
-        self._stream, self._text, self._at, self._ended = stream, "", 0, False
+        self._text, self._at = "", 0
         self._decode = json.JSONDecoder(object_pairs_hook=self._object).raw_decode
         self._twice: str | None = None
         self._bytes = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
