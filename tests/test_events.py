@@ -45,7 +45,6 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         log.step(StepRecord(step=10, loss=2.5, slot_accuracy=[0.5, 0.25], tokens_per_second=1234.5678))
         log.step(StepRecord(step=20, loss=math.nan, gradient_norm=math.inf))
         log.evaluation(EvaluationRecord(20, 2.5, 2.25, [0.75, 0.5], responses=3, cycles=40))
-        log.counter("queue_units", 3)
         log.note("said")
     assert "lr" not in lines(log)[3], "a field that is None is not written"
     run = read_run(tmp_path, spans=True)
@@ -55,7 +54,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert run.evaluations[0]["acceptance_per_position"] == [0.75, 0.5] and "loss" not in run.evaluations[0]
     session = run.sessions[0]
     assert (session.worker, session.role, session.total_steps) == (f"{HERE}.both0", "both", 20)
-    assert session.counters[0]["value"] == 3 and session.notes[0]["text"] == "said"
+    assert session.notes[0]["text"] == "said"
     spans = {columns.name: columns for columns in session.spans()}
     assert spans["prefill"].attributes == {"unit": [4]}
     assert spans["pull"].seconds.tolist() == [2.0] and spans["pull"].attributes == {"unit": [5], "bytes": [7]}

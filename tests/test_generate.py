@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from draftsmith.generate import Generator, Reply, Sampler, generate
+from draftsmith.generate import Generator, Reply, Sampler
 from draftsmith.smollm import smollm_directory
 from tiny_models import own_greedy, random_prompts, save_target, tiny_target
 
@@ -119,10 +119,10 @@ def test_progress_once_a_prompt_and_context_limits(model):
 
 
 def test_from_a_directory(model, tmp_path):
-    """`generate` loads the directory, its stop token and the dtype asked for."""
+    """`Generator.load` takes the directory, its stop token and the dtype asked for."""
     save_target(model, tmp_path)
     prompts = random_prompts(4)
-    assert generate(tmp_path, prompts, 12, dtype="float32") == [own_reply(model, p, 12) for p in prompts]
+    assert Generator.load(tmp_path, "float32").generate(prompts, 12) == [own_reply(model, p, 12) for p in prompts]
     half = Generator.load(tmp_path, "bfloat16")
     assert half.model.dtype == torch.bfloat16 and half.stop_tokens == {1}
     assert [len(r.tokens) <= 12 for r in half.generate(prompts, 12)] == [True] * 4
@@ -141,7 +141,7 @@ def test_the_real_model_stops():
         tokenizer.apply_chat_template([{"role": "user", "content": c}], add_generation_prompt=True)["input_ids"]
         for c in chats
     ]
-    replies = generate(directory, prompts, 16, dtype="float32")
+    replies = Generator.load(directory, "float32").generate(prompts, 16)
     assert tokenizer.decode(replies[0].tokens) == "The capital of France is Paris." and replies[0].finish == "stop"
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert replies[1] == own_reply(model, prompts[1], 16, (2,))

@@ -13,7 +13,7 @@ from draftsmith.loop import Plan
 from draftsmith.step import TrainStep
 from draftsmith.target import Target, describe, load_tables
 from draftsmith.unit import UnitShape, evaluation_chunks, lay_out, with_anchors
-from toy import MemoryCorpus, random_corpus, toy_target
+from toy import MemoryCorpus, block_states, random_corpus, toy_target
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def slot_losses(directory: Path, corpus: MemoryCorpus, members: list[int], shape
     Target.load(directory, taps, torch.float32, CPU).prefill(
         static.ids, static.positions, static.documents, static.taps
     )
-    logits = (step.block_states()[:, 1:] @ tables.head.weight.T).detach()
+    logits = (block_states(step)[:, 1:] @ tables.head.weight.T).detach()
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), static.labels.flatten(), reduction="none")
     losses = losses.view(static.labels.shape)
     out = {}

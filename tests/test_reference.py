@@ -16,6 +16,7 @@ from draftsmith.drafters.dflash import DFlash, DFlashShape, from_zlab, to_zlab
 from draftsmith.loss import Head
 from draftsmith.step import Tables, TrainStep
 from draftsmith.unit import Unit, UnitShape
+from toy import block_states
 
 DATA = Path(__file__).parent / "data"
 
@@ -37,7 +38,7 @@ def reference_unit(t: dict, meta: dict) -> Unit:
     )
     return Unit(
         0, t["batch.input_ids"][0].numpy(), t["batch.position_ids"][0].numpy(), documents,
-        anchors, starts, labels, scored, T, int(valid.sum()), (),
+        anchors, starts, labels, scored, T, int(valid.sum()),
     )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def test_logits_loss_and_gradients_equal_the_independent_implementation(case):
     step.static.taps.copy_(t["batch.hidden_states"][0])
     valid = t["anchor_valid"]
 
-    logits = step.block_states() @ step.tables.head.weight.T
+    logits = block_states(step) @ step.tables.head.weight.T
     expected = t["expected.draft_logits"].view(logits.shape)
     torch.testing.assert_close(logits[valid], expected[valid], rtol=1e-5, atol=1e-5)
 

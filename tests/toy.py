@@ -47,6 +47,25 @@ def write_corpus(directory: Path, split: str, corpus: MemoryCorpus) -> None:
     corpus.anchor_counts.astype("<i4").tofile(out / "anchors.bin")
 
 
+def block_states(step):
+    """A TrainStep's loaded unit forward as whole blocks: normed states of every slot [A, B, H], slot 0 included."""
+    import torch
+
+    s, B = step.static, step.shape.block_size
+    slot = torch.arange(B, device=step.device)
+    ids = torch.where(slot == 0, s.ids[s.anchors][:, None], step.drafter.shape.mask_token)  # [A, B]
+    positions = s.positions[s.anchors][:, None] + slot
+    x = torch.nn.functional.embedding(ids.flatten(), step.tables.embedding) * step.tables.embed_scale
+    attend = step.attention.over(s.anchors, s.starts, step.shape.tokens)
+    states = step.drafter(x, step.drafter.fuse(s.taps), positions.flatten(), s.positions, attend)
+    return states.view(-1, B, states.shape[-1])
+
+
+def moments(step) -> list:
+    """Copies of a TrainStep's (exp_avg, exp_avg_sq), flat [P], and its step count."""
+    return [x.clone() for x in (step.adamw.exp_avg, step.adamw.exp_avg_sq, step.adamw.count)]
+
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

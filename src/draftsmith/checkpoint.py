@@ -85,12 +85,6 @@ def restore(checkpoint: Checkpoint, step: "TrainStep") -> None:
     step.restore(masters, *moments, checkpoint.state["optimizer_step"])
 
 
-def save(run: Path, step_number: int, step: "TrainStep", state: dict[str, Any]) -> Checkpoint:
-    """Write step_N; `state` is added to state.json. No space, or no right to write, is a UserError and leaves nothing."""
-    flats = {prefix: flat.cpu() for prefix, flat in _flats(step).items()}
-    return write(run, step_number, _files(step, flats), _complete(step, step_number, step.adamw.count.cpu(), state))
-
-
 def _flats(step: "TrainStep") -> "dict[str, Tensor]":
     """Prefix in the files -> flat [P] float32 of a step: masters, first and second moments."""
     return {"": step.flat.masters, "exp_avg.": step.adamw.exp_avg, "exp_avg_sq.": step.adamw.exp_avg_sq}

@@ -191,10 +191,6 @@ class EventLog:
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write(kind="evaluation", t=self.seconds(time.monotonic_ns()), **_known(record))
 
-    def counter(self, name: str, value: float) -> None:
-        """A number that changes over time and has no field in StepRecord; put the unit into the name."""
-        self._write(kind="counter", t=self.seconds(time.monotonic_ns()), name=name, value=value)
-
     def note(self, text: str) -> None:
         """A line for people: what happened, in words."""
         self._write(kind="note", t=self.seconds(time.monotonic_ns()), text=text)

@@ -76,23 +76,6 @@ class Sampler:
         return warpers
 
 
-def generate(
-    model_dir: Path,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
-    batch: int = 64,
-    dtype: DTypeName = "auto",
-    progress: Callable[[int, Reply], None] | None = None,
-) -> list[Reply]:
-    """Load the model of a Hugging Face directory and reply to every prompt (token ids); see `Generator.generate`."""
-    sampler = Sampler(temperature, top_p, top_k, seed)
-    return Generator.load(model_dir, dtype).generate(prompts, max_new_tokens, sampler, batch, progress)
-
-
 @dataclass(frozen=True)
 class Generator:
     """A loaded target that writes replies."""

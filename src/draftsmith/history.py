@@ -41,7 +41,6 @@ class Session:
     about: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    counters: list[dict[str, Any]] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     busy_lines: list[bytes] = field(default_factory=list)
     span_lines: list[bytes] = field(default_factory=list)
@@ -257,8 +256,7 @@ class _File:
         if not self.sessions:
             return
         session = self.sessions[-1]
-        records = {"step": session.steps, "evaluation": session.evaluations}
-        records |= {"counter": session.counters, "note": session.notes}
+        records = {"step": session.steps, "evaluation": session.evaluations, "note": session.notes}
         for values in [*_parse(lines), *session.busy(last=1)]:
             kind = values.pop("kind")
             session.last = max(session.last, values["t"])

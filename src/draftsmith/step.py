@@ -56,10 +56,8 @@ class StepStats:
     """Host copy of one optimizer step's sums over all trainers."""
 
     loss: float  # weighted mean cross-entropy
-    denominator: float
     gradient_norm: float  # before clipping
-    skipped: bool  # non-finite gradients or denominator 0: weights unchanged
-    skipped_total: int  # since the process began
+    skipped_total: int  # updates that left the weights, since the step was made: non-finite gradients, denominator 0
     skipped_in_row: int
     bad_unit: int  # the last unit of this trainer whose loss was not finite, or -1
     stop: bool
@@ -102,7 +100,7 @@ class TrainStep:
         self.skipped = torch.zeros((), device=device)
         self.skips = torch.zeros(2, device=device)  # total, in a row
         self.bad_unit = torch.full((), -1, dtype=torch.int64, device=device)
-        self.stats = torch.zeros(len(self.flat.sums) + 5, device=device)  # the last update's, for `read`
+        self.stats = torch.zeros(len(self.flat.sums) + 4, device=device)  # the last update's, for `read`
         self._ring = PinnedRing(self.stats)
         self._dirty = False
         self._states = compiled(draft_states, self.mode)
@@ -149,17 +147,6 @@ class TrainStep:
                     on_side_stream(function, stream)
                     self.flat.reduced.zero_()
                 setattr(self, name, Graph(function, stream))
-
-    def block_states(self) -> Tensor:
-        """Forward of the loaded unit: normed states of every slot [A, B, H], slot 0 included."""
-        s, B = self.static, self.shape.block_size
-        slot = torch.arange(B, device=self.device)
-        ids = torch.where(slot == 0, s.ids[s.anchors][:, None], self.drafter.shape.mask_token)  # [A, B]
-        positions = s.positions[s.anchors][:, None] + slot
-        x = F.embedding(ids.flatten(), self.tables.embedding) * self.tables.embed_scale
-        attend = self.attention.over(s.anchors, s.starts, self.shape.tokens)
-        states = self.drafter(x, self.drafter.fuse(s.taps), positions.flatten(), s.positions, attend)
-        return states.view(-1, B, states.shape[-1])
 
     def accumulate(self) -> None:
         """Forward, loss and backward of the loaded unit, added to the flat buffer."""
@@ -214,7 +201,7 @@ class TrainStep:
         self.skipped.copy_((~self.norm.isfinite() | empty | (sums[2] > 0)).float())
         self.skips.copy_((self.skips + self.skipped) * torch.stack((torch.ones_like(self.norm), self.skipped)))
         clip = (self.optim.clip / (self.norm + 1e-6)).clamp(max=1.0) if self.optim.clip > 0 else 1.0
-        rest = torch.stack((self.norm, self.skipped, *self.skips, self.bad_unit.float()))
+        rest = torch.stack((self.norm, *self.skips, self.bad_unit.float()))
         self.stats.copy_(torch.cat((sums, rest)))
         self._apply(scale * clip, self.skipped)
         sums.zero_()
@@ -223,14 +210,12 @@ class TrainStep:
         """The last update's sums over all trainers; waits for that update, and for nothing enqueued after it."""
         values = self._ring.get()
         count = len(self.flat.sums)
-        sums, (norm, skipped, total, in_row, bad) = values[:count], values[count:]
+        sums, (norm, total, in_row, bad) = values[:count], values[count:]
         slots = self.shape.block_size - 1
         correct, scored = sums[6 : 6 + slots], sums[6 + slots :]
         return StepStats(
             loss=sums[1] / sums[0] if sums[0] > 0 else float("nan"),
-            denominator=sums[0],
             gradient_norm=norm,
-            skipped=bool(skipped),
             skipped_total=int(total),
             skipped_in_row=int(in_row),
             bad_unit=int(bad),
@@ -259,13 +244,9 @@ class TrainStep:
             result = self._loss(states, gradient=False)
         return result.correct.cumprod(-1).sum(-1), torch.stack((result.loss, result.denominator))
 
-    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """AdamW's (exp_avg, exp_avg_sq) as flat [P] copies and the step count."""
-        return self.adamw.exp_avg.clone(), self.adamw.exp_avg_sq.clone(), self.adamw.count.clone()
-
     @torch.no_grad()
     def restore(self, masters: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float) -> None:
-        """Put back what `flat.masters` and `moments` gave, in place."""
+        """Put back the masters, AdamW's moments (all flat, [P] float32) and its step count, in place."""
         self.flat.masters.copy_(masters)
         self.adamw.exp_avg.copy_(exp_avg)
         self.adamw.exp_avg_sq.copy_(exp_avg_sq)
