@@ -90,7 +90,8 @@ def examine(config: Config, path: Path, recipe: Path, console: Console) -> tuple
 def quick_checks(job: Job, topology: Topology, path: Path, needed: dict[str, Budget]) -> list[Verdict]:
     """Words, settings, space and the prediction of memory."""
     disk = disk_of(job.config, job.drafter)
-    verdicts = [*check_words(job), check_allocator(topology, os.environ), check_peers(topology)]
+    allocator = check_allocator(topology, job.config.topology.transport, os.environ)
+    verdicts = [*check_words(job), allocator, check_peers(topology)]
     verdicts.append(check_space(path, disk.checkpoint, disk.kept // disk.checkpoint))
     room = place_of(job.config, None, None).memory
     for device in dict.fromkeys(topology.devices):

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftsmith.doctor_probe import Launches
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
 from draftsmith.plan_text import size
-from draftsmith.slots import ALLOCATOR_VARIABLES
+from draftsmith.slots import ALLOCATOR_VARIABLES, choose_transport
 from draftsmith.step_modes import Resolved
 from draftsmith.topology import Place, Topology
 
@@ -136,30 +136,35 @@ def check_links(place: Place, pull: tuple[float, int] | None, reduce: tuple[floa
 
 
 def check_peers(topology: Topology) -> Verdict:
-    """Whether devices that exchange taps or gradients reach each other's memory."""
+    """Which devices reach each other's memory. Never a failure: taps and gradients of the others go through the host."""
     ids = sorted({int(d.removeprefix("cuda:")) for d in topology.devices if d != "cpu"})
     if len(ids) < 2:
         return not_checked("peer access", "all workers are on the CPU" if not ids else "all workers are on one device")
-    blind = [(a, b) for a in ids for b in ids if a != b and not torch.cuda.can_device_access_peer(a, b)]
-    return judge(
-        "peer access",
-        not blind,
-        f"{len(ids) * (len(ids) - 1) - len(blind)} of {len(ids) * (len(ids) - 1)} pairs of devices",
-        f"cuda:{blind[0][0]} cannot read the memory of cuda:{blind[0][1]}" if blind else "",
-        'topology.transport = "pinned" goes through host memory, which is slower',
-    )
+    pairs = [(a, b) for a in ids for b in ids if a != b]
+    blind = [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    figure = f"{len(pairs) - len(blind)} of {len(pairs)} pairs of devices"
+    if blind:
+        what = " and ".join(["taps"] * (topology.targets > 0) + ["gradients"] * (topology.trainers > 1))
+        figure += (
+            f"; cuda:{blind[0][0]} cannot read the memory of cuda:{blind[0][1]}: {what} go through host memory, slower"
+        )
+    return passed("peer access", figure)
 
 
-def check_allocator(topology: Topology, environment: Mapping[str, str]) -> Verdict:
-    """Settings of torch's allocator that break the export of memory to another process."""
+def check_allocator(topology: Topology, transport: str, environment: Mapping[str, str]) -> Verdict:
+    """Settings of torch's allocator that break the export of memory to another process. `transport`: topology.transport."""
     name = "allocator settings"
     found = {v: environment[v] for v in ALLOCATOR_VARIABLES if environment.get(v)}
     shown = ", ".join(f"{k}={v}" for k, v in found.items()) or "none in the environment"
     breaking = [k for k, v in found.items() if "expandable_segments:true" in v.lower().replace(" ", "")]
-    exports = topology.targets > 0 and not topology.threads and any(d != "cpu" for d in topology.devices)
-    if breaking and exports:
+    devices = [torch.device(d) for d in topology.devices]
+    split = topology.targets > 0 and not topology.threads and transport != "pinned"
+    if breaking and split and choose_transport(devices[: topology.targets], devices[topology.targets :])[0] == "ipc":
         return failed(
-            name, shown, "expandable segments cannot be exported to trainers over CUDA IPC", f"unset {breaking[0]}"
+            name,
+            shown,
+            "expandable segments cannot be exported to trainers over CUDA IPC",
+            f'unset {breaking[0]}, or topology.transport = "pinned"',
         )
     return passed(name, shown + (" (harmless here: no memory is exported)" if breaking else ""))
 
