@@ -308,6 +308,17 @@ def test_gpus_without_peer_access_are_told_of_and_train(monkeypatch):
     assert check_peers(Topology(0, 2, False, ("cuda:0", "cuda:1"))).figure == "2 of 2 pairs of devices"
 
 
+def test_checkpoints_that_lie_there_need_no_more_room(tmp_path, monkeypatch):
+    """A run that was killed while it wrote, on a disk of just the size that plan asks for, may go on."""
+    for name, count in (("step_2", 1000), ("step_4", 1000), (".step_6.1234.tmp", 600)):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "model.safetensors").write_bytes(bytes(count))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=400))
+    assert not check_space(tmp_path, 1000, 3).failed
+    assert check_space(tmp_path, 1000, 4).failed and check_space(tmp_path / "other", 1000, 1).failed
+
+
 @pytest.mark.parametrize("leaks", [True, False])
 def test_growth_is_what_stays_not_what_others_have_in_flight(leaks):
     """Other threads' tensors are there at every mark, of another size each time, and gone some units later."""

@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -170,16 +171,30 @@ def check_allocator(topology: Topology, transport: str, environment: Mapping[str
 
 
 def check_space(run: Path, need: int, keep: int) -> Verdict:
-    """Room for `keep` checkpoints of `need` bytes where the run will write."""
-    place = next(p for p in (run, *run.resolve().parents) if p.exists())
-    free = shutil.disk_usage(place).free
+    """Room for `keep` checkpoints of `need` bytes where the run will write; what it has written of them already counts."""
+    directory = (run / "checkpoints").resolve()
+    place = next(p for p in (directory, *directory.parents) if p.exists())
+    free, written = shutil.disk_usage(place).free, bytes_under(directory)
+    missing = need * keep - written - free
     return judge(
         "disk space",
-        free >= need * keep,
-        f"{keep} checkpoints of {size(need)}, {size(free)} free at {place}",
-        f"{size(need * keep - free)} are missing",
+        missing <= 0,
+        f"{keep} checkpoints of {size(need)}, "
+        + (f"{size(written)} of it there already, " if written else "")
+        + f"{size(free)} free at {place}",
+        f"{size(missing)} are missing",
         "free some space, lower run.keep_last, or name another --run directory",
     )
+
+
+def bytes_under(directory: Path) -> int:
+    """Of all files in it, 0 where it is not there."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):  # a run that goes on removes its old checkpoints
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
 
 
 def time_copy(source: Tensor, out: Tensor, times: int = 5) -> float:
