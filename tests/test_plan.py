@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith import config
+from draftsmith import attention, config
 from draftsmith.__main__ import main
 from draftsmith.attention import BlockAttention
 from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
@@ -96,6 +96,15 @@ def test_activations_are_what_autograd_keeps_and_the_peak_is_within_a_tenth(shap
     step.update(1e-3)
     peak = peak_of(step.accumulate)
     assert peak == pytest.approx(step_bytes(shape, unit, eager, count_chunk_keys(first)), rel=0.1)
+
+
+def test_keys_are_counted_as_the_attention_concatenates_them(monkeypatch):
+    shape, unit = SHAPES[0]
+    step, first = toy_step(shape, unit, torch.float32)
+    seen, sdpa = [], attention._sdpa
+    monkeypatch.setattr(attention, "_sdpa", lambda q, k, v, mask: seen.append(len(k)) or sdpa(q, k, v, mask))
+    step.accumulate()
+    assert count_chunk_keys(first) == sum(seen) / shape.num_layers
 
 
 @pytest.mark.parametrize(("shape", "unit"), SHAPES[:2], ids=["usual", "one layer"])
