@@ -19,7 +19,7 @@ import torch
 
 from draftsmith import config
 from draftsmith.__main__ import main
-from draftsmith.doctor import finish, quick, shortened
+from draftsmith.doctor import budgets, finish, order_of, quick, shortened
 from draftsmith.doctor_checks import check_compilations
 from draftsmith.doctor_checks_device import (
     check_allocator,
@@ -317,6 +317,15 @@ def test_checkpoints_that_lie_there_need_no_more_room(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=400))
     assert not check_space(tmp_path, 1000, 3).failed
     assert check_space(tmp_path, 1000, 4).failed and check_space(tmp_path / "other", 1000, 1).failed
+
+
+def test_settings_of_the_doctor_itself_are_no_difference_in_a_worker_thread(place):
+    c = recipe(place)
+    topology = topology_of(c)
+    settings = order_of(budgets(open_job(c), topology), topology).settings
+    with CompileWatch():
+        verdicts = check_mode("compile", True, settings)
+    assert not any(v.failed for v in verdicts), verdicts
 
 
 @pytest.mark.parametrize("leaks", [True, False])
