@@ -65,8 +65,8 @@ def make_plan(config: Config, device: str | None = None, count: int | None = Non
     compute = compute_of(config, place.kind)
     units = UnitSequence(job.corpus, job.shape, config.run.seed)
     corpus = corpus_facts(job, units)
-    size = target_size(job.directory, job.drafter.taps, config.target.trust_remote_code)
-    needs = Needs(job, size, compute, corpus.chunk_keys)
+    target = target_size(job.directory, job.drafter.taps, config.target.trust_remote_code)
+    needs = Needs(job, target, compute, corpus.chunk_keys)
     work = work_of(job.drafter, job.shape, needs.size, corpus.mean_context, corpus.squared_lengths, compute.item)
     times, notes = times_of(job, units, place, compute, work, measure, needs.most(Layout("colocated", 1, 1)))
     ranking: list[Prediction] = []
