@@ -19,13 +19,14 @@ import torch
 
 from draftsmith import config
 from draftsmith.__main__ import main
-from draftsmith.doctor import finish, quick, shortened
+from draftsmith.doctor import budgets, finish, order_of, quick, shortened
 from draftsmith.doctor_checks import check_compilations
 from draftsmith.doctor_checks_device import (
     check_allocator,
     check_growth,
     check_mode,
     check_peak,
+    check_peers,
     check_replay,
     check_space,
 )
@@ -275,11 +276,12 @@ def test_lines_that_a_cpu_cannot_show_are_judged_by_their_counts(tmp_path):
         verdict = check_replay("graph", launches, 3, 1)
         assert verdict.failed and "4 graph launches" in verdict.cause
     assert check_replay("compile", None, 3, 1).state == "not checked"
-    split = Topology(1, 1, False, ("cuda:0", "cuda:0"))
-    bad = check_allocator(split, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    split, colocated = Topology(1, 1, False, ("cuda:0", "cuda:0")), Topology(0, 1, False, ("cuda:0",))
+    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    bad = check_allocator(split, "auto", expandable)
     assert bad.failed and "unset PYTORCH_CUDA_ALLOC_CONF" in bad.remedy
-    colocated = Topology(0, 1, False, ("cuda:0",))
-    assert not check_allocator(colocated, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}).failed
+    assert not check_allocator(colocated, "auto", expandable).failed
+    assert not check_allocator(split, "pinned", expandable).failed
     assert check_space(tmp_path / "runs" / "a", 1 << 60, 4).failed
     growth = check_growth([500, 900], 5, 20)
     assert growth.failed and "100 bytes more" in growth.cause
@@ -288,6 +290,42 @@ def test_lines_that_a_cpu_cannot_show_are_judged_by_their_counts(tmp_path):
     mode, settings = check_mode("compile", True, {"_dynamo.config.recompile_limit": "77"})
     assert mode.state == "pass" and settings.failed and "recompile_limit" in settings.cause
     assert not any(v.failed for v in check_mode("compile", False, {"_dynamo.config.recompile_limit": "77"}))
+
+
+def test_gpus_without_peer_access_are_told_of_and_train(monkeypatch):
+    """Taps go through pinned memory by themselves there, so no memory is exported either."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
+    told = {
+        Topology(1, 1, False, ("cuda:0", "cuda:1")): "taps go through host memory",
+        Topology(0, 2, False, ("cuda:0", "cuda:1")): "gradients go through host memory",
+        Topology(1, 2, True, ("cuda:0", "cuda:1", "cuda:2")): "taps and gradients go through host memory",
+    }
+    for topology, words in told.items():
+        verdict = check_peers(topology)
+        assert verdict.state == "pass" and words in verdict.figure, verdict
+        assert not check_allocator(topology, "auto", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}).failed
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    assert check_peers(Topology(0, 2, False, ("cuda:0", "cuda:1"))).figure == "2 of 2 pairs of devices"
+
+
+def test_checkpoints_that_lie_there_need_no_more_room(tmp_path, monkeypatch):
+    """A run that was killed while it wrote, on a disk of just the size that plan asks for, may go on."""
+    for name, count in (("step_2", 1000), ("step_4", 1000), (".step_6.1234.tmp", 600)):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "model.safetensors").write_bytes(bytes(count))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=400))
+    assert not check_space(tmp_path, 1000, 3).failed
+    assert check_space(tmp_path, 1000, 4).failed and check_space(tmp_path / "other", 1000, 1).failed
+
+
+def test_settings_of_the_doctor_itself_are_no_difference_in_a_worker_thread(place):
+    c = recipe(place)
+    topology = topology_of(c)
+    settings = order_of(budgets(open_job(c), topology), topology).settings
+    with CompileWatch():
+        verdicts = check_mode("compile", True, settings)
+    assert not any(v.failed for v in verdicts), verdicts
 
 
 @pytest.mark.parametrize("leaks", [True, False])

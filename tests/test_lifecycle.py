@@ -232,6 +232,40 @@ def test_stop_request_reads_its_file(tmp_path):
     assert stop.watch()
 
 
+@pytest.mark.parametrize("number,error", [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_first_signal_asks_for_a_stop_and_the_second_ends(number, error):
+    said = []
+    with StopRequest(say=said.append) as stop:
+        signal.raise_signal(number)
+        assert stop.watch() and said == ["stopping after this step; once more ends at once"]
+        with pytest.raises(error) as ended_by:
+            signal.raise_signal(number)
+    assert error is KeyboardInterrupt or ended_by.value.code == 128 + number
+
+
+def test_targets_do_not_wait_for_the_last_checkpoint(place, monkeypatch):
+    finish = checkpoint.Writer.finish
+    monkeypatch.setattr(checkpoint.Writer, "finish", lambda self: (time.sleep(2.5), finish(self))[1])
+    c = recipe(place, 1, 1)
+    c = replace(c, topology=replace(c.topology, patience=1.0))
+    assert train(c, place / "slow_disk") == EXIT_DONE
+
+
+def test_one_file_written_by_two_hosts_with_equal_process_numbers(tmp_path, monkeypatch):
+    nodes, move = iter("ab"), Path.replace
+
+    def moved(self, to):
+        monkeypatch.setattr(Path, "replace", move)
+        write_json(to, "the other's")
+        return move(self, to)
+
+    monkeypatch.setattr(platform, "node", lambda: next(nodes))
+    monkeypatch.setattr(Path, "replace", moved)
+    write_json(tmp_path / "outcome.json", "mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
+    assert (tmp_path / "outcome.json").read_text() == '"mine"'
+
+
 def test_a_failing_thread_ends_all_and_its_error_is_raised(place, monkeypatch):
     from draftsmith import taps
 

@@ -1,6 +1,7 @@
 """plan: its memory arithmetic against what the code really keeps, its speed arithmetic against measured steps."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith import config
+from draftsmith import attention, config
 from draftsmith.__main__ import main
 from draftsmith.attention import BlockAttention
 from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
 from draftsmith.errors import UserError
+from draftsmith.job import Job
 from draftsmith.loss import Head
 from draftsmith.plan import best_topology, make_plan
+from draftsmith.plan_facts import place_of
+from draftsmith.plan_measure import as_a_worker
 from draftsmith.plan_memory import (
     Compute,
     TargetSize,
@@ -96,6 +100,15 @@ def test_activations_are_what_autograd_keeps_and_the_peak_is_within_a_tenth(shap
     step.update(1e-3)
     peak = peak_of(step.accumulate)
     assert peak == pytest.approx(step_bytes(shape, unit, eager, count_chunk_keys(first)), rel=0.1)
+
+
+def test_keys_are_counted_as_the_attention_concatenates_them(monkeypatch):
+    shape, unit = SHAPES[0]
+    step, first = toy_step(shape, unit, torch.float32)
+    seen, sdpa = [], attention._sdpa
+    monkeypatch.setattr(attention, "_sdpa", lambda q, k, v, mask: seen.append(len(k)) or sdpa(q, k, v, mask))
+    step.accumulate()
+    assert count_chunk_keys(first) == sum(seen) / shape.num_layers
 
 
 @pytest.mark.parametrize(("shape", "unit"), SHAPES[:2], ids=["usual", "one layer"])
@@ -232,6 +245,42 @@ def test_plan_measures_this_machine_and_train_can_take_its_topology(place):
     assert plan.times.prefill > 0 and plan.times.unit > 0 and plan.ranking[0].fits
     chosen = best_topology(small, plan)
     assert (chosen.topology.targets, chosen.topology.trainers) == (0, 1)
+
+
+def test_a_target_that_needs_a_split_is_planned_by_rates(place, monkeypatch):
+    """Measuring takes one device for both roles."""
+    recipe = config.load(place / "recipe.toml")
+    tight = replace(place_of(recipe, "cpu", 2), memory=1 << 20)
+    monkeypatch.setattr("draftsmith.plan.place_of", lambda *_: tight)
+    plan = make_plan(recipe)
+    assert plan.times is None and any("target and trainer together need" in note for note in plan.notes)
+    with pytest.raises(UserError, match="says why"):
+        best_topology(recipe, plan)
+    tight = replace(tight, card=CARDS["h200"], memory=max(b.total for b in plan.budgets if b.role != "both"))
+    plan = make_plan(recipe)
+    assert plan.ranking[0].fits and best_topology(recipe, plan).topology.targets == 1
+    assert not next(p for p in plan.ranking if p.layout.kind == "colocated").fits
+
+
+def test_a_measurement_that_runs_out_of_memory_leaves_the_rates(place, monkeypatch):
+    def full(job, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    recipe = config.load(place / "recipe.toml")
+    here = replace(place_of(recipe, "cpu", 1), card=CARDS["h200"])
+    monkeypatch.setattr("draftsmith.plan.place_of", lambda *_: here)
+    monkeypatch.setattr(Job, "load_target", full)
+    plan = make_plan(recipe)
+    assert plan.times.source == H200.source and "not measured: CPU ran out of memory" in plan.notes[0]
+
+
+def test_measuring_makes_the_device_current_as_a_worker_does(monkeypatch):
+    """Copies record their events on the current device's stream."""
+    current, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device) or nullcontext())
+    with as_a_worker(torch.device("cuda", 1), 1):
+        assert current == [torch.device("cuda", 1)] and torch.get_num_threads() == 1
+    assert torch.get_num_threads() == threads
 
 
 def test_the_command_prints_text_and_json(place, capsys):

@@ -151,7 +151,7 @@ def reference_attention(
     """Exact attention by SDPA with a boolean mask, per document in chunks of blocks: the CPU path and the GPU's parity
     reference. Reads anchors and starts on the host, so it is no part of a CUDA graph."""
     out = []
-    for first, last, start, seen in _chunks(anchors.tolist(), starts.tolist(), block_size, len(context_k)):
+    for first, last, start, seen in block_chunks(anchors.tolist(), starts.tolist(), block_size, len(context_k)):
         rows = slice(first * block_size, last * block_size)
         mask = block_mask(anchors[first:last], start, seen, block_size, window)
         keys = torch.cat((context_k[seen], k[rows]))
@@ -168,7 +168,7 @@ def reference_backward(
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, context_k, context_v)]
     grad_q, grad_k, grad_v, grad_context_k, grad_context_v = grads
     group = q.shape[1] // k.shape[1]
-    for first, last, start, seen in _chunks(anchors.tolist(), starts.tolist(), block_size, len(context_k)):
+    for first, last, start, seen in block_chunks(anchors.tolist(), starts.tolist(), block_size, len(context_k)):
         rows = slice(first * block_size, last * block_size)
         mask = block_mask(anchors[first:last], start, seen, block_size, window)
         keys, values = (torch.cat((c[seen], b[rows])) for c, b in ((context_k, k), (context_v, v)))
@@ -200,7 +200,7 @@ def block_mask(anchors: Tensor, start: int, seen: slice, block_size: int, window
     return torch.cat((context, torch.block_diag(*[own] * count)), dim=1)
 
 
-def _chunks(
+def block_chunks(
     anchors: list[int], starts: list[int], block_size: int, tokens: int
 ) -> Iterator[tuple[int, int, int, slice]]:
     """Runs of at most CHUNK_QUERIES block tokens of one document: (first anchor, last, document start, context columns)."""

@@ -7,15 +7,12 @@ of matrix products alone, both run long enough for the card to reach its power l
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
-
-from tyro.conf import Positional
 
 from draftsmith.config import Mode
 from draftsmith.errors import UserError
@@ -42,7 +39,6 @@ VOCAB = {"tiny": 512}  # the others: Qwen3's 151,936
 class BenchStepOptions:
     """Speed of the training step on this machine."""
 
-    what: Positional[Literal["step"]] = "step"
     shape: Literal["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "tiny"] = "qwen3-8b"
     """Target whose drafter is measured (5 layers, 5 taps, random weights)."""
     tokens: int = 16384
@@ -146,6 +142,15 @@ def make_step(options: BenchStepOptions, unit_shape: "UnitShape", device: "torch
     return step
 
 
+def device_of(wanted: str) -> "torch.device":
+    """auto: CUDA where there is one; UserError where it is asked for and there is none."""
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this torch sees no CUDA device")
+    return torch.device("cuda" if torch.cuda.is_available() and wanted != "cpu" else "cpu")
+
+
 def one_step(step: "TrainStep", units: "list[Unit]", first: int, micro_steps: int) -> None:
     """Optimizer step from units first, first + 1, ..., as a trainer would run it."""
     for i in range(micro_steps):
@@ -160,10 +165,8 @@ def measure(options: BenchStepOptions) -> dict:
 
     from draftsmith.drafters.dflash import useful_flops
 
-    cuda = torch.cuda.is_available() and options.device != "cpu"
-    if options.device == "cuda" and not cuda:
-        raise UserError("--device cuda: this torch sees no CUDA device")
-    device = torch.device("cuda" if cuda else "cpu")
+    device = device_of(options.device)
+    cuda = device.type == "cuda"
     unit_shape, units = make_units(options, 8)
     step = make_step(options, unit_shape, device)
     n = options.micro_steps
@@ -363,12 +366,3 @@ def main(options: BenchStepOptions) -> int:
     if options.json:
         options.json.write_text(json.dumps({"options": asdict(options), **figures}, indent=1, default=str) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    import tyro
-
-    try:
-        sys.exit(main(tyro.cli(BenchStepOptions, prog="draftsmith bench")))
-    except UserError as error:
-        sys.exit(f"draftsmith bench: {error}")

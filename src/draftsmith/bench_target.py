@@ -13,7 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftsmith.bench import device_of
+from draftsmith.config import Mode
 from draftsmith.drafters.dflash import default_taps
+from draftsmith.errors import UserError
+from draftsmith.job import dtype_of
+from draftsmith.step_modes import resolve_mode
 from draftsmith.target import RowPlan, Target
 from draftsmith.target_attention import PACKED, register
 from draftsmith.target_load import find_layers
@@ -45,11 +50,12 @@ class BenchTargetOptions:
     doc: int = 2048
     """Tokens of a document; 0: log-normal lengths, median 400, sigma 1, at most 8,192."""
     taps: int = 5
-    mode: Literal["eager", "compile", "reduce-overhead", "graph"] = "graph"
+    mode: Mode = "auto"
     seconds: float = 5.0
     """How long each figure is measured; shorter ones are not sustained."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: Literal["cuda", "cpu"] = "cuda"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """auto: bfloat16 on CUDA, float32 on the CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     profile: bool = False
     """Also list where the device's time goes."""
 
@@ -71,8 +77,9 @@ def main(options: BenchTargetOptions) -> None:
 
 
 def bench_target(o: BenchTargetOptions) -> list[str]:
-    """Measure as told; returns what to print."""
-    device, dtype = torch.device(o.device), getattr(torch, o.dtype)
+    """Measure as told; returns what to print. UserError for a device or mode that is not to be had."""
+    device = device_of(o.device)
+    dtype, mode = dtype_of(o.dtype, device), resolve_mode(o.mode, device)
     config = _config(o)
     taps = default_taps(config.num_hidden_layers, o.taps)
     rows = [_row(lengths, o.tokens, config.vocab_size, device) for lengths in _lengths(o)]
@@ -81,7 +88,7 @@ def bench_target(o: BenchTargetOptions) -> list[str]:
     decoder, reference = _decoder(config, max(taps) + 1, dtype, device), None
     out = torch.zeros(o.tokens, len(taps) * config.hidden_size, dtype=dtype, device=device)
     with torch.no_grad():
-        if o.mode != "eager":
+        if mode != "eager":
             eager = Target.over(decoder, taps, device)
             eager.prefill(rows[0].ids, rows[0].positions, rows[0].documents, out)
             reference = out.clone()
@@ -89,7 +96,7 @@ def bench_target(o: BenchTargetOptions) -> list[str]:
                 hook.remove()
             del eager
         started = perf_counter()
-        target = Target.over(decoder, taps, device, mode=o.mode, rows=plan)
+        target = Target.over(decoder, taps, device, mode=mode, rows=plan)
         lines += [f"{note}" for note in target.report()] + [f"set up in {perf_counter() - started:.0f} s"]
         _run(target, rows[0], out)
         if reference is not None:
@@ -106,7 +113,7 @@ def bench_target(o: BenchTargetOptions) -> list[str]:
         f"+ 4 x {config.num_attention_heads} x {config.head_dim} x causal pairs = {flops / 1e12:.1f} TFLOP"
     )
     lines.append(
-        f"prefill, mode {o.mode}: {seconds * 1e3:.1f} ms a row, {used / seconds:,.0f} tok/s used, "
+        f"prefill, mode {mode}: {seconds * 1e3:.1f} ms a row, {used / seconds:,.0f} tok/s used, "
         f"{flops / seconds / 1e12:.0f} TFLOP/s"
     )
     lines += _ceilings(o, gemms, max(taps) + 1, dtype, device, used)
@@ -139,6 +146,8 @@ def _lengths(o: BenchTargetOptions) -> list[list[int]]:
     """Document lengths of the rows that take turns: packed by the unit law, as in a run."""
     from draftsmith.unit import UnitShape, plan_epoch
 
+    if o.doc > o.tokens:
+        raise UserError(f"--doc {o.doc}: longer than the row, --tokens {o.tokens}")
     if o.doc:
         return [[o.doc] * (o.tokens // o.doc)]
     rng = np.random.default_rng(0)
@@ -256,9 +265,3 @@ def _describe(rows: list[Row], tokens: int) -> str:
     counts = [len(r.lengths) for r in rows]
     longest = max(max(r.lengths) for r in rows)
     return f"{len(rows)} different, {min(counts)}-{max(counts)} documents, longest {longest}, tokens used {used:.1%}"
-
-
-if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(BenchTargetOptions))

@@ -122,7 +122,7 @@ class OptimConfig:
     clip: float = 1.0
     """Largest gradient norm; 0: no clipping."""
     max_skipped: int = 10
-    """The run ends after this many updates in a row that were skipped for non-finite gradients."""
+    """The run ends at a log step before which at least so many updates in a row were skipped: not finite, or nothing scored."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from draftsmith.plan_facts import compute_of, corpus_facts, place_of
 from draftsmith.plan_memory import PROCESS, Budget, Role, budget, target_size
 from draftsmith.plan_text import size
 from draftsmith.run import EXIT_DONE, EXIT_FAILED, RunDirectory, provenance, write_json
+from draftsmith.step_modes import any_number_of_variants
 from draftsmith.topology import Topology
 from draftsmith.unit import UnitSequence
 
@@ -90,7 +91,8 @@ def examine(config: Config, path: Path, recipe: Path, console: Console) -> tuple
 def quick_checks(job: Job, topology: Topology, path: Path, needed: dict[str, Budget]) -> list[Verdict]:
     """Words, settings, space and the prediction of memory."""
     disk = disk_of(job.config, job.drafter)
-    verdicts = [*check_words(job), check_allocator(topology, os.environ), check_peers(topology)]
+    allocator = check_allocator(topology, job.config.topology.transport, os.environ)
+    verdicts = [*check_words(job), allocator, check_peers(topology)]
     verdicts.append(check_space(path, disk.checkpoint, disk.kept // disk.checkpoint))
     room = place_of(job.config, None, None).memory
     for device in dict.fromkeys(topology.devices):
@@ -129,7 +131,9 @@ def order_of(needed: dict[str, Budget], topology: Topology) -> Order:
     """What the workers are told: a GPU counts tensors, a CPU the whole process."""
     process = next(line.bytes for b in needed.values() for line in b.lines if line.name == PROCESS)
     on_cpu = topology.devices[0] == "cpu"
-    return Order({role: b.tensors for role, b in needed.items()}, process if on_cpu else 0, compiler_settings())
+    with any_number_of_variants():  # as in the watched workers: what draftsmith sets itself is no difference
+        settings = compiler_settings()
+    return Order({role: b.tensors for role, b in needed.items()}, process if on_cpu else 0, settings)
 
 
 def shortened(config: Config, topology: Topology) -> Config:

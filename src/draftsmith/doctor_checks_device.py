@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from draftsmith.doctor_probe import Launches
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
 from draftsmith.plan_text import size
-from draftsmith.slots import ALLOCATOR_VARIABLES
+from draftsmith.slots import ALLOCATOR_VARIABLES, choose_transport
 from draftsmith.step_modes import Resolved
 from draftsmith.topology import Place, Topology
 
@@ -136,45 +137,64 @@ def check_links(place: Place, pull: tuple[float, int] | None, reduce: tuple[floa
 
 
 def check_peers(topology: Topology) -> Verdict:
-    """Whether devices that exchange taps or gradients reach each other's memory."""
+    """Which devices reach each other's memory. Never a failure: taps and gradients of the others go through the host."""
     ids = sorted({int(d.removeprefix("cuda:")) for d in topology.devices if d != "cpu"})
     if len(ids) < 2:
         return not_checked("peer access", "all workers are on the CPU" if not ids else "all workers are on one device")
-    blind = [(a, b) for a in ids for b in ids if a != b and not torch.cuda.can_device_access_peer(a, b)]
-    return judge(
-        "peer access",
-        not blind,
-        f"{len(ids) * (len(ids) - 1) - len(blind)} of {len(ids) * (len(ids) - 1)} pairs of devices",
-        f"cuda:{blind[0][0]} cannot read the memory of cuda:{blind[0][1]}" if blind else "",
-        'topology.transport = "pinned" goes through host memory, which is slower',
-    )
+    pairs = [(a, b) for a in ids for b in ids if a != b]
+    blind = [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    figure = f"{len(pairs) - len(blind)} of {len(pairs)} pairs of devices"
+    if blind:
+        what = " and ".join(["taps"] * (topology.targets > 0) + ["gradients"] * (topology.trainers > 1))
+        figure += (
+            f"; cuda:{blind[0][0]} cannot read the memory of cuda:{blind[0][1]}: {what} go through host memory, slower"
+        )
+    return passed("peer access", figure)
 
 
-def check_allocator(topology: Topology, environment: Mapping[str, str]) -> Verdict:
-    """Settings of torch's allocator that break the export of memory to another process."""
+def check_allocator(topology: Topology, transport: str, environment: Mapping[str, str]) -> Verdict:
+    """Settings of torch's allocator that break the export of memory to another process. `transport`: topology.transport."""
     name = "allocator settings"
     found = {v: environment[v] for v in ALLOCATOR_VARIABLES if environment.get(v)}
     shown = ", ".join(f"{k}={v}" for k, v in found.items()) or "none in the environment"
     breaking = [k for k, v in found.items() if "expandable_segments:true" in v.lower().replace(" ", "")]
-    exports = topology.targets > 0 and not topology.threads and any(d != "cpu" for d in topology.devices)
-    if breaking and exports:
+    devices = [torch.device(d) for d in topology.devices]
+    split = topology.targets > 0 and not topology.threads and transport != "pinned"
+    if breaking and split and choose_transport(devices[: topology.targets], devices[topology.targets :])[0] == "ipc":
         return failed(
-            name, shown, "expandable segments cannot be exported to trainers over CUDA IPC", f"unset {breaking[0]}"
+            name,
+            shown,
+            "expandable segments cannot be exported to trainers over CUDA IPC",
+            f'unset {breaking[0]}, or topology.transport = "pinned"',
         )
     return passed(name, shown + (" (harmless here: no memory is exported)" if breaking else ""))
 
 
 def check_space(run: Path, need: int, keep: int) -> Verdict:
-    """Room for `keep` checkpoints of `need` bytes where the run will write."""
-    place = next(p for p in (run, *run.resolve().parents) if p.exists())
-    free = shutil.disk_usage(place).free
+    """Room for `keep` checkpoints of `need` bytes where the run will write; what it has written of them already counts."""
+    directory = (run / "checkpoints").resolve()
+    place = next(p for p in (directory, *directory.parents) if p.exists())
+    free, written = shutil.disk_usage(place).free, bytes_under(directory)
+    missing = need * keep - written - free
     return judge(
         "disk space",
-        free >= need * keep,
-        f"{keep} checkpoints of {size(need)}, {size(free)} free at {place}",
-        f"{size(need * keep - free)} are missing",
+        missing <= 0,
+        f"{keep} checkpoints of {size(need)}, "
+        + (f"{size(written)} of it there already, " if written else "")
+        + f"{size(free)} free at {place}",
+        f"{size(missing)} are missing",
         "free some space, lower run.keep_last, or name another --run directory",
     )
+
+
+def bytes_under(directory: Path) -> int:
+    """Of all files in it, 0 where it is not there."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):  # a run that goes on removes its old checkpoints
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
 
 
 def time_copy(source: Tensor, out: Tensor, times: int = 5) -> float:

@@ -1,6 +1,7 @@
 """What went wrong with a worker process, in words: its exit code's meaning, its last lines, how to go on."""
 
 import logging
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +91,7 @@ def newest_log(path: Path, attempt: int, name: str) -> Path | None:
     exact = path / "logs" / f"attempt_{attempt}" / name
     if exact.is_file():
         return exact
-    others = list(exact.parent.glob(name.rstrip("0123456789.log") + "*.log"))
+    others = list(exact.parent.glob(re.sub(r"\d+\.log$", "*.log", name)))
     return max(others, key=lambda p: p.stat().st_mtime, default=None)
 
 

@@ -145,8 +145,8 @@ def run_host(config: Config, path: Path, resume: bool, console: Console, profile
     try:
         with ExitStack() as stack:
             log = stack.enter_context((run.logs / log_name(places)).open("a", buffering=1))
-            stop = stack.enter_context(StopRequest(path / "stop", config.run.time_limit))
             team, notes = Team(topology.trainers, seconds=config.topology.first_patience), Notes(log, console)
+            stop = stack.enter_context(StopRequest(path / "stop", config.run.time_limit, notes.note))
             return run_places(job, run, places, team, stop, notes, resume, profile=profile)
     finally:
         close_run(run)
@@ -161,9 +161,8 @@ def run_places(
     mails = mails or (thread_mails(places, run.attempt, patience) if places[0].topology.targets else [])
     quiet = Notes(None, None) if len(places) > 1 else console
     trainers = [place for place in places if place.role != "target"]
-    meeting = Meeting(
-        len(places), patience.first, forbids=not run.examination.is_file()
-    )  # the doctor counts recompiles
+    counts_recompiles = run.examination.is_file()  # the doctor
+    meeting = Meeting(len(places), patience.first, forbids=not counts_recompiles)
     workers = [
         Worker(
             job, run, place, stop, console if place.is_first else quiet,

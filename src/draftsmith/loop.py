@@ -81,12 +81,12 @@ class Loader(Generic[Key]):
 class StopRequest:
     """Asks the run to checkpoint and end: by `ask`, by the file that `draftsmith stop` writes, or when the time is up.
 
-    `watch` is called between steps. As a context manager in a process's main thread it also takes SIGTERM and SIGINT; a
-    second signal ends at once (KeyboardInterrupt).
+    `watch` is called between steps. As a context manager in a process's main thread it also takes SIGTERM and SIGINT, and
+    answers with `say`; a second signal ends the process (KeyboardInterrupt, or SystemExit with the signal's own code).
     """
 
-    def __init__(self, file: Path | None = None, minutes: float = 0.0):
-        self.requested = False
+    def __init__(self, file: Path | None = None, minutes: float = 0.0, say: Callable[[str], None] = lambda text: None):
+        self.requested, self._say = False, say
         self._file, self._looked = file, 0.0
         self._end = time.monotonic() + minutes * 60 if minutes else None
         self._old: dict[int, object] = {}
@@ -115,8 +115,9 @@ class StopRequest:
 
     def _signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         self.requested = True
+        self._say("stopping after this step; once more ends at once")
 
 
 class Interval:

@@ -1,7 +1,7 @@
 """`draftsmith plan`: what a recipe will take, by arithmetic: memory of each role, disk, steps, time, the best topology.
 
-Nothing is loaded. With a device, both roles are timed for a few units (plan_measure.py); without one, or for another
-card (`--device h200 --count 8`), the built-in rates are used, and the answer says so.
+With a device that holds both roles, these are timed for a few units (plan_measure.py). Without one, or for another card
+(`--device h200 --count 8`), nothing is loaded: the built-in rates are used, and the answer says so.
 """
 
 import json
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from draftsmith.config import Config
 from draftsmith.errors import UserError
 from draftsmith.job import Job, open_job, total_steps
@@ -20,7 +22,7 @@ from draftsmith.plan_advice import Disk, Proposal, disk_of, imbalance, largest_t
 from draftsmith.plan_facts import CorpusFacts, Place, compute_of, corpus_facts, place_of
 from draftsmith.plan_memory import Budget, Compute, TargetSize, budget, parameter_count, target_size
 from draftsmith.plan_speed import Layout, Prediction, Times, Work, layouts, predict, rank, times_by_rates, work_of
-from draftsmith.plan_text import render
+from draftsmith.plan_text import render, size
 from draftsmith.rates import rates_of
 from draftsmith.unit import UnitSequence
 
@@ -63,10 +65,10 @@ def make_plan(config: Config, device: str | None = None, count: int | None = Non
     compute = compute_of(config, place.kind)
     units = UnitSequence(job.corpus, job.shape, config.run.seed)
     corpus = corpus_facts(job, units)
-    size = target_size(job.directory, job.drafter.taps, config.target.trust_remote_code)
-    needs = Needs(job, size, compute, corpus.chunk_keys)
+    target = target_size(job.directory, job.drafter.taps, config.target.trust_remote_code)
+    needs = Needs(job, target, compute, corpus.chunk_keys)
     work = work_of(job.drafter, job.shape, needs.size, corpus.mean_context, corpus.squared_lengths, compute.item)
-    times, notes = times_of(job, units, place, compute, work, measure)
+    times, notes = times_of(job, units, place, compute, work, measure, needs.most(Layout("colocated", 1, 1)))
     ranking: list[Prediction] = []
     if times is not None:
         G, T = config.unit.per_step, job.shape.tokens
@@ -126,7 +128,7 @@ def best_topology(config: Config, plan: Plan | None = None) -> Config:
     """
     fitting = [p.layout for p in plan.ranking if p.fits] if plan is not None else _measured_elsewhere(config)
     if not fitting:
-        raise UserError("no topology of this machine's devices fits; `draftsmith plan` shows what is missing")
+        raise UserError("no topology of this machine's devices is known to fit; `draftsmith plan` says why")
     best = fitting[0]
     targets = 0 if best.kind == "colocated" else best.targets
     chosen = replace(config.topology, targets=targets, trainers=best.trainers, workers=best.workers)
@@ -147,22 +149,27 @@ def _measured_elsewhere(config: Config) -> list[Layout]:
 
 
 def times_of(
-    job: Job, units: UnitSequence, place: Place, compute: Compute, work: Work, measure: bool
+    job: Job, units: UnitSequence, place: Place, compute: Compute, work: Work, measure: bool, need: int
 ) -> tuple[Times | None, list[str]]:
-    """Measured where the devices are here, else by the table; and what has to be said about it."""
-    if place.here and measure:
+    """Measured where the devices are here and one holds both roles (`need` bytes), else by the table; and what has to be
+    said about it."""
+    notes = []
+    if place.here and not measure:
+        notes.append("not measured here (--no-measure)")
+    elif place.here and need > place.memory:
+        notes.append(f"not measured: target and trainer together need {size(need)}, a device has {size(place.memory)}")
+    elif place.here:
         from draftsmith.plan_measure import measure_times
 
-        return measure_times(job, units, place.card, work), []
+        try:
+            return measure_times(job, units, place.card, work), []
+        except torch.OutOfMemoryError:
+            notes.append(f"not measured: {place.name} ran out of memory; does another process hold some of it?")
     if place.card is None:
-        return None, [
-            f"no rates are known for {place.name}: times are left out (measure, or name a card with --device)"
-        ]
-    rates = rates_of(place.card)
-    notes = [] if not place.here else ["not measured here (--no-measure)"]
+        return None, [*notes, f"no rates are known for {place.name}: times are left out; name a card with --device"]
     if compute.item != 2:
         notes.append("the rates are bfloat16's: in float32 expect several times longer")
-    return times_by_rates(work, rates), notes
+    return times_by_rates(work, rates_of(place.card)), notes
 
 
 def run_seconds(job: Job, ranking: Sequence[Prediction], times: Times, steps: int) -> float:

@@ -1,8 +1,9 @@
-"""Times both roles of a recipe on this machine's first device for a few units, as the run would do the work."""
+"""Times both roles of a recipe on one of its devices for a few units, as the run would do the work."""
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -18,14 +19,13 @@ TIMED = 3  # units, after one that warms up
 
 
 def measure_times(job: Job, units: UnitSequence, card: Card | None, work: Work) -> Times:
-    """Median seconds of prefill, micro-step and update. What one device cannot show (the copy between devices where there
-    is one, the all-reduce) is the table's for a known card, else memory speed."""
+    """Median seconds of prefill, micro-step and update on the last of the recipe's devices, which trains. What one device
+    cannot show (the copy between devices where there is one, the all-reduce) is the table's for a known card, else memory
+    speed. torch.OutOfMemoryError where the device does not hold both roles."""
     topology, c = topology_of(job.config), job.config
     device = torch.device(topology.devices[-1])
     dtype = dtype_of(c.target.dtype, device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(intra_op_threads(c, topology))
-    try:
+    with as_a_worker(device, intra_op_threads(c, topology)):
         target = job.load_target(device)
         step = TrainStep(
             job.make_drafter(), job.load_tables(device), job.shape, c.loss, c.optim, dtype, device,
@@ -46,14 +46,24 @@ def measure_times(job: Job, units: UnitSequence, card: Card | None, work: Work) 
         if device.type == "cuda" and torch.cuda.device_count() > 1:
             other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
             pull = time_copy(torch.empty_like(static.taps, device=other), static.taps)
-    finally:
-        torch.set_num_threads(before)
     reduce = times_by_rates(work, rates_of(card)).reduce if card else copy / work.taps_bytes * 4 * work.parameters
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     return Times(
         f"measured here over {TIMED} units on {device}, mode {step.mode}" + ("" if card else ", sums of gradients estimated"),
         False, middle["prefill"], middle["unit"], middle["update"], pull, copy, reduce,
     )  # fmt: skip
+
+
+@contextmanager
+def as_a_worker(device: torch.device, threads: int) -> Iterator[None]:
+    """Its device is the current one, on whose stream events of copies are recorded, and it has its share of the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def timed(run: Callable[[], None], device: torch.device) -> float:

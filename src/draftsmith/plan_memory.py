@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.attention import CHUNK_QUERIES
+from draftsmith.attention import CHUNK_QUERIES, block_chunks
 from draftsmith.drafters.dflash import DFlashShape
 from draftsmith.loss import CHUNK_ROWS
 from draftsmith.rates import GIB, KnownTarget
@@ -263,18 +263,11 @@ def attention_bytes(shape: DFlashShape, compute: Compute, chunk_keys: int) -> in
 
 
 def count_chunk_keys(unit: Unit) -> int:
-    """Keys that the CPU's attention concatenates over all its chunks of blocks of one unit: a chunk holds blocks of one
-    document and sees its context up to the last anchor."""
+    """Keys that the CPU's attention concatenates over all its chunks of blocks of one unit: a chunk's context columns and
+    its own blocks."""
     block = unit.labels.shape[1] + 1
-    most, total, first = max(1, CHUNK_QUERIES // block), 0, 0
-    anchors, starts = unit.anchors, unit.starts
-    while first < len(anchors):
-        last = first
-        while last + 1 < min(len(anchors), first + most) and starts[last + 1] == starts[first]:
-            last += 1
-        total += int(anchors[last] - starts[first]) + (last + 1 - first) * block
-        first = last + 1
-    return total
+    chunks = block_chunks(unit.anchors.tolist(), unit.starts.tolist(), block, len(unit.ids))
+    return sum(seen.stop - seen.start + (last - first) * block for first, last, _, seen in chunks)
 
 
 def logits_bytes(vocab_size: int, unit: UnitShape, compute: Compute) -> int:

@@ -88,16 +88,17 @@ class Prefill:
 
     def run(self, items: Iterator[Item], loader: Loader[Item]) -> None:
         for item in items:
-            with self._events.span("wait_unit"):
+            attributes = attribute(item.kind, item.number)
+            with self._events.span("wait_unit", **attributes):
                 unit = loader.take(item)
             if not self._end.can_claim(item):
                 self._say()
-            with self._events.span("wait_slot", unit=item.number):
+            with self._events.span("wait_slot", **attributes):
                 slot = self._end.claim(item)
             if slot is None:
                 return
             self._static.load(unit)
-            with self._events.work("prefill", **attribute(item.kind, item.number)):
+            with self._events.work("prefill", **attributes):
                 self._prefill(slot)
             done = self._record()
             self._say()

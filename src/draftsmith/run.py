@@ -20,7 +20,7 @@ from draftsmith.errors import UserError
 # Keys that may differ when a run goes on: none of them changes which units are seen or what an update does.
 MAY_CHANGE = {
     "run.log_every", "run.evaluate_every", "run.evaluate_units", "run.save_every", "run.keep_last", "run.stop_after",
-    "run.save_minutes", "run.time_limit", "run.sinks", "run.device", "run.mode", "run.checkpoint_activations",
+    "run.save_minutes", "run.time_limit", "run.sinks", "run.device", "run.mode", "run.threads", "run.checkpoint_activations",
     "target.model", "target.revision", "data.corpus",
 }  # fmt: skip
 MAY_CHANGE_SECTION = "topology."  # how the workers are spread
@@ -208,8 +208,8 @@ def _git_commit() -> str | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Complete or absent."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Complete or absent, also where processes of several hosts write it, which may have one process number."""
+    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=1))
     temporary.replace(path)
 

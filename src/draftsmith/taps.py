@@ -45,6 +45,10 @@ def attribute(kind: Kind, number: int) -> dict[str, int]:
     return {"unit" if kind == "unit" else "row": number}
 
 
+def timed_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
 class OwnTaps:
     """Colocated: the worker's own target prefills in place."""
 
@@ -105,11 +109,8 @@ class MailedTaps:
         else:
             if not self._pulled:
                 self._pull(item)
-            main, at_work = torch.cuda.current_stream(self._static.device), torch.cuda.Event(enable_timing=True)
-            at_work.record(main)
-            self._gaps.append((self._out_of_work, at_work))
             self._static.copy_(self._staging, non_blocking=True)
-            self._copied_out.record(main)
+            self._copied_out.record(torch.cuda.current_stream(self._static.device))
         self._next, self._pulled = next(self._items, None), False
 
     def ahead(self, step: int) -> None:
@@ -121,7 +122,7 @@ class MailedTaps:
         self._end.settle()
 
     def waited(self) -> float:
-        """On a GPU the time between the end of its queued work and the copy of the next taps, by the device's clock."""
+        """On a GPU the time between the end of its queued work and the arrival of the next taps, by the device's clock."""
         done = [pair for pair in self._gaps if pair[1].query()]
         seconds = self._waited + sum(begin.elapsed_time(end) for begin, end in done) / 1000
         self._gaps = [pair for pair in self._gaps if pair not in done]
@@ -146,8 +147,8 @@ class MailedTaps:
     def _pull(self, item: Item) -> None:
         """Waits for the slot, not for the step that is under way; the slot is given back when the copy has ended."""
         device = self._static.device
-        self._out_of_work = torch.cuda.Event(enable_timing=True)
-        self._out_of_work.record(torch.cuda.current_stream(device))
+        main, (out_of_work, at_work) = torch.cuda.current_stream(device), timed_events()
+        out_of_work.record(main)
         slot = self._take(item)
         with torch.cuda.device(device), self._reading(slot.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._copied_out)
@@ -155,6 +156,8 @@ class MailedTaps:
                 self._staging.copy_(slot, non_blocking=True)
             self._arrived.record(self._stream)
         self._arrived.synchronize()
+        at_work.record(main)
+        self._gaps.append((out_of_work, at_work))
         self._end.give_back(item)
         self._pulled = True
 

@@ -205,8 +205,8 @@ def first_line(error: Exception) -> str:
 class World:
     """All worker processes of a run: a gloo group for control; `groups` among those that train."""
 
-    def __init__(self, rank: int, size: int, attempt: int):
-        self.rank, self.size, self.attempt = rank, size, attempt
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
 
     @classmethod
     def join(cls, rank: int, size: int, restart: int, hosts: int, seconds: float) -> Self:
@@ -221,7 +221,7 @@ class World:
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore(f"start {restart}", store), rank=rank, world_size=size, timeout=limit
             )
-        return cls(rank, size, restart)
+        return cls(rank, size)
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, to every process."""

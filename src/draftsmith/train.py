@@ -84,7 +84,6 @@ def trainer(worker: Worker) -> int:
                 done = train_steps(shop, loader)
             if shop.writer is not None and (written := shop.writer.finish()) is not None:
                 worker.console.note(f"saved {written.path}")
-            shop.taps.close()
         finally:
             if shop.writer is not None:
                 shop.writer.close()
@@ -122,6 +121,8 @@ def train_steps(shop: Workshop, loader: Loader[int]) -> int:
         if done % every.log_every == 0 or last or stopping:
             log(shop, done, interval)
         acceptance = evaluate_held_out(shop, done) if plan.evaluates(done) else None
+        if last or stopping:
+            shop.taps.close()  # the targets need not wait for the disk
         if done % every.save_every == 0 or last or stopping or saves.due():
             save(shop, done, acceptance)
             saves.begin()
@@ -130,6 +131,7 @@ def train_steps(shop: Workshop, loader: Loader[int]) -> int:
             if (missed := profiler.missed()) is not None:
                 worker.console.note(missed)
             return done
+    shop.taps.close()  # the run was at its end
     return plan.total
 
 
@@ -178,7 +180,6 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         worker.console.note(
             f"unit.per_step = {plan.per_step} over {place.trainers} trainers is uneven: some wait for others"
         )
-    writer = checkpoint.Writer(run.path, c.run.keep_last, step) if place.is_first else None
     about = {"unit_law": UNIT_LAW, "recipe": c.to_dict(), "recipe_hash": config_hash(c), "provenance": provenance()}
     s = step.static
     if target is not None:
@@ -188,6 +189,8 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         items = (item for item in cell_items(plan, cell) if item.trainer == place.index)
         taps = MailedTaps(worker.mail.as_trainer(plan.start), items, s.taps, events)
     held_out = {row: job.held_out_row(row) for row in plan.held_out()}
+    worker.member.exchange(None)  # the targets of every host are there: a first sum waits for topology.patience alone
+    writer = checkpoint.Writer(run.path, c.run.keep_last, step) if place.is_first else None
     return Workshop(worker, plan, units, held_out, step, taps, events, writer, about, target, gauges)
 
 
@@ -301,7 +304,7 @@ def check_skipped(shop: Workshop, interval: Interval, stats: StepStats, done: in
         shop.events.note(text)
     if stats.skipped_in_row >= shop.worker.job.config.optim.max_skipped:
         raise UserError(
-            f"{shop.worker.run.path}: the last {stats.skipped_in_row} updates were skipped for non-finite gradients, "
+            f"{shop.worker.run.path}: the last {stats.skipped_in_row} updates were skipped (not finite, or nothing scored), "
             f"step {done}, last in {where}; lower optim.lr or look at that unit's documents, then --resume"
         )
 
