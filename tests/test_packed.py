@@ -11,7 +11,9 @@ from draftsmith.config import LossConfig, OptimConfig
 from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
 from draftsmith.loop import Plan
 from draftsmith.step import TrainStep
-from draftsmith.target import Target, describe, load_tables
+from draftsmith.tables import load_tables
+from draftsmith.target import Target
+from draftsmith.target_facts import describe
 from draftsmith.unit import UnitShape, evaluation_chunks, lay_out, with_anchors
 from toy import MemoryCorpus, block_states, random_corpus, toy_target
 

@@ -113,7 +113,8 @@ def test_the_gguf_file_itself_is_a_target(model_dir, tmp_path, capsys):
     from draftsmith.data.prepare import prepare
     from draftsmith.init import write_recipe
     from draftsmith.options import InitOptions
-    from draftsmith.target import Target, load_tables
+    from draftsmith.tables import load_tables
+    from draftsmith.target import Target
     from draftsmith.train import train
     from toy import toy_conversations
 

@@ -19,17 +19,12 @@ from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random, to_zlab
 from draftsmith.drafters.init import init_from_target
 from draftsmith.errors import UserError
 from draftsmith.init import write_recipe
+from draftsmith.mask_token import check_mask_token, find_mask_token, unused_rows
 from draftsmith.options import InitOptions
-from draftsmith.target import (
-    RowPlan,
-    Target,
-    check_mask_token,
-    describe,
-    find_mask_token,
-    load_tables,
-    unused_rows,
-)
+from draftsmith.tables import load_tables
+from draftsmith.target import RowPlan, Target
 from draftsmith.target_attention import attach
+from draftsmith.target_facts import describe
 from draftsmith.target_load import load_whole
 from draftsmith.target_proof import prove, survey
 from target_families import COMMON, HIDDEN, LAYERS, VOCAB, save_family
@@ -101,7 +96,8 @@ def test_the_last_layer_is_tapped_before_the_final_norm(sharded):
 PEAK = """
 import sys, torch
 from pathlib import Path
-from draftsmith.target import Target, load_tables
+from draftsmith.tables import load_tables
+from draftsmith.target import Target
 torch.set_num_threads(1)
 small, big = Path(sys.argv[1]), Path(sys.argv[2])
 def peak():

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.target import Target, load_tables
+from draftsmith.tables import load_tables
+from draftsmith.target import Target
 from target_families import FAMILIES, HIDDEN, LAYERS, VOCAB, save_family
 
 TAPS = (0, 2, LAYERS - 2)

@@ -15,7 +15,9 @@ from draftsmith.drafters.dflash import DFlash, DFlashShape, to_zlab
 from draftsmith.drafters.init import init_from_target
 from draftsmith.errors import UserError
 from draftsmith.evaluate import shared_tables
-from draftsmith.target import Target, describe, load_tables
+from draftsmith.tables import load_tables
+from draftsmith.target import Target
+from draftsmith.target_facts import describe
 from draftsmith.target_load import load_whole
 from draftsmith.target_scales import Scales
 from quantised import (

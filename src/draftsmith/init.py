@@ -61,7 +61,8 @@ def write_recipe(options: InitOptions) -> None:
     from draftsmith.data.template import check_matches
     from draftsmith.drafters.dflash import default_taps
     from draftsmith.job import automatic_device
-    from draftsmith.target import describe, find_mask_token
+    from draftsmith.mask_token import find_mask_token
+    from draftsmith.target_facts import describe
 
     if options.out.exists():
         raise UserError(f"{options.out}: exists already; name another with --out, or delete it yourself")

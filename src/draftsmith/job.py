@@ -19,10 +19,12 @@ from draftsmith.drafters.init import init_from_target
 from draftsmith.drafters.shape import drafter_shape
 from draftsmith.errors import UserError
 from draftsmith.loop import Plan
+from draftsmith.mask_token import check_mask_token
 from draftsmith.sinks import require
 from draftsmith.step import Tables
 from draftsmith.step_modes import resolve_mode
-from draftsmith.target import RowPlan, Target, check_mask_token, load_tables
+from draftsmith.tables import load_tables
+from draftsmith.target import RowPlan, Target
 from draftsmith.topology import Place, Topology, resolve_topology
 from draftsmith.unit import (
     PlanCache,

@@ -16,23 +16,15 @@ from torch import Tensor, nn
 
 from draftsmith.console import ShowProgress, no_progress
 from draftsmith.errors import UserError
-from draftsmith.mask_token import check_mask_token, find_mask_token, unused_rows
-from draftsmith.tables import load_tables
 from draftsmith.target_attention import PACKED, DocumentLoop, Kernel, attach, register
 from draftsmith.target_experts import experts_of
-from draftsmith.target_facts import TargetFacts, describe, read_config
+from draftsmith.target_facts import read_config
 from draftsmith.target_fuse import fuse_siblings
 from draftsmith.target_kernels import FlexBlocks
 from draftsmith.target_load import find_layers, load_decoder, quiet
 from draftsmith.target_proof import Survey, check_finite, prove, survey
 from draftsmith.target_run import FixedShape
 from draftsmith.target_storage import QUANTIZERS_RAISE, cannot_run, quantization, storage_report
-from draftsmith.weights import last_layers
-
-__all__ = [
-    "RowPlan", "Target", "TargetFacts", "check_mask_token", "describe", "find_mask_token", "last_layers", "load_tables",
-    "unused_rows",
-]  # fmt: skip
 
 BUCKETS = (256, 1024, 4096)  # lengths, besides the row's own, of families that run document by document
 POSITION_LEAVES = ("wpe", "embed_positions", "position_embeddings")  # tables of learned positions

@@ -5,7 +5,8 @@ from pathlib import Path
 from draftsmith.config import Config
 from draftsmith.drafters.dflash import DFlashShape, default_taps
 from draftsmith.errors import UserError
-from draftsmith.target import check_mask_token, describe
+from draftsmith.mask_token import check_mask_token
+from draftsmith.target_facts import describe
 
 
 def drafter_shape(config: Config, directory: Path) -> DFlashShape:
