@@ -216,6 +216,11 @@ def _ceiling(record: StepRecord) -> str:
     return f" ({record.useful_tflops / record.ceiling_tflops:.0%} of ceiling)"
 
 
+def or_dash(value: float | None, pattern: str) -> str:
+    """A number by a pattern of str.format; None -> a dash."""
+    return "–" if value is None else pattern.format(value)
+
+
 def number(value: float | None) -> str:
     """1234567 -> 1.23 M; None -> a dash."""
     if value is None:

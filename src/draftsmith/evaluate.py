@@ -30,7 +30,7 @@ from draftsmith.job import automatic_device, dtype_of
 from draftsmith.loss import Head
 from draftsmith.options import EvaluateOptions
 from draftsmith.step import Tables
-from draftsmith.target_load import load_whole
+from draftsmith.target_load import load_whole, stops_of
 from draftsmith.target_scales import Scales, measure_scales
 from draftsmith.target_storage import OTHERWISE
 from draftsmith.walk import per_position
@@ -139,7 +139,7 @@ def open_session(options: EvaluateOptions) -> Session:
     tables = shared_tables(model, measure_scales(directory, model.config, info.trusts_remote_code))
     return Session(
         prompts, tokenizer, info, Decoder(model, drafter, tables, options.block or 0), Decoder(model),
-        stop_tokens(model, tokenizer), options,
+        stops_of(model, tokenizer.eos_token_id), options,
     )  # fmt: skip
 
 
@@ -152,13 +152,6 @@ def shared_tables(model: PreTrainedModel, scales: Scales) -> Tables:
             f"{model.name_or_path}: its embedding or head is quantised, a drafter needs them plain; {OTHERWISE}"
         )
     return Tables(embedding, scales.embedding, Head(head, scales.logit, scales.softcap))
-
-
-def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The model's end-of-sequence tokens, else the tokenizer's."""
-    found = model.generation_config.eos_token_id
-    found = tokenizer.eos_token_id if found is None else found
-    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
 def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:

@@ -87,15 +87,13 @@ class Generator:
     def load(cls, model_dir: Path, dtype: DTypeName = "auto") -> "Generator":
         """On CUDA where there is a device. dtype auto: bfloat16 on CUDA and on CPUs that multiply it natively, else
         float32. Stop tokens are the directory's own (generation_config.json, else config.json)."""
-        from draftsmith.target_load import load_whole
+        from draftsmith.target_load import load_whole, stops_of
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         fast = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else torch.float32
         chosen = {"auto": fast, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         model = load_whole(model_dir, chosen, device)
-        stop = model.generation_config.eos_token_id
-        stop = model.config.get_text_config().eos_token_id if stop is None else stop
-        return cls(model, frozenset([] if stop is None else [stop] if isinstance(stop, int) else stop))
+        return cls(model, frozenset(stops_of(model, model.config.get_text_config().eos_token_id)))
 
     @torch.inference_mode()
     def generate(

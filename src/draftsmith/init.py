@@ -8,6 +8,7 @@ from pathlib import Path
 from draftsmith.config import from_dict
 from draftsmith.errors import UserError
 from draftsmith.options import InitOptions
+from draftsmith.target_facts import describe, gguf_file, read_config
 from draftsmith.unit import Documents, UnitShape, fitting_anchor_rate, longest_document
 
 MAX_BLOCK_TOKENS = 16384  # A*B of one unit: enough to fill a large GPU, small enough for its memory
@@ -62,7 +63,6 @@ def write_recipe(options: InitOptions) -> None:
     from draftsmith.drafters.dflash import default_taps
     from draftsmith.job import automatic_device
     from draftsmith.mask_token import find_mask_token
-    from draftsmith.target_facts import describe
 
     if options.out.exists():
         raise UserError(f"{options.out}: exists already; name another with --out, or delete it yourself")
@@ -128,7 +128,6 @@ def _write(out: Path, text: str) -> None:
 
 
 def _first_weights(directory: Path, trust_remote_code: bool) -> str:
-    from draftsmith.target_facts import gguf_file, read_config
     from draftsmith.target_storage import check_method, is_widened, quantization
 
     config = read_config(directory, trust_remote_code)

@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from draftsmith.data.shards import Corpus
-from draftsmith.data.template import load_tokenizer
+from draftsmith.data.template import load_tokenizer, named_stops
 from draftsmith.errors import UserError
 from draftsmith.target_facts import describe
 
@@ -96,7 +96,7 @@ def check_mask_token(directory: Path, token: int, trust_remote_code: bool = Fals
 
 def tokens_in_use(directory: Path, tokenizer: Any) -> dict[int, str]:
     """Special tokens that texts hold, with the reason: named roles (eos, pad ...), stop tokens, what templates write."""
-    used = dict.fromkeys(stop_tokens(directory), "a stop token of the model")
+    used = dict.fromkeys(named_stops(directory), "a stop token of the model")
     for role, value in tokenizer.special_tokens_map.items():
         if role.startswith("mask"):
             continue
@@ -112,18 +112,3 @@ def tokens_in_use(directory: Path, tokenizer: Any) -> dict[int, str]:
         if added.content in text:
             used.setdefault(token, "which the chat template writes")
     return used
-
-
-def stop_tokens(directory: Path) -> Iterator[int]:
-    """End-of-text ids that generation_config.json and config.json name."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        if path.is_file():
-            try:
-                eos = json.loads(path.read_text()).get("eos_token_id")
-            except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
-                raise UserError(f"{path}: not a JSON object; fetch it again") from None
-            ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-            if not all(isinstance(i, int) for i in ids):
-                raise UserError(f"{path}: eos_token_id is {eos!r}, not a token id or several")
-            yield from ids

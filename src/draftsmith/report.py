@@ -20,7 +20,7 @@ from jinja2 import Environment
 from tyro.conf import Positional
 
 from draftsmith import __version__
-from draftsmith.console import duration, number
+from draftsmith.console import duration, number, or_dash
 from draftsmith.errors import UserError
 from draftsmith.history import Run, read_run
 from draftsmith.report_decoding import Decoding, decoding
@@ -123,15 +123,11 @@ def _overview(statuses: Sequence[Status]) -> Table:
     for s in statuses:
         share = s.useful_tflops / s.ceiling_tflops if s.useful_tflops and s.ceiling_tflops else None
         rows.append((
-            s.run, s.state, f"{s.step:,}", duration(s.elapsed_seconds), _or_dash(s.best_acceptance_length, "{:.3f}"),
-            _or_dash(s.best_step, "{:,}"), _or_dash(s.acceptance_length, "{:.3f}"), _or_dash(s.loss, "{:.4f}"),
-            number(s.tokens_per_second), _or_dash(share, "{:.0%}"),
+            s.run, s.state, f"{s.step:,}", duration(s.elapsed_seconds), or_dash(s.best_acceptance_length, "{:.3f}"),
+            or_dash(s.best_step, "{:,}"), or_dash(s.acceptance_length, "{:.3f}"), or_dash(s.loss, "{:.4f}"),
+            number(s.tokens_per_second), or_dash(share, "{:.0%}"),
         ))  # fmt: skip
     return Table("Runs", head, tuple(rows), left=2)
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
 
 
 def _comparison(label: str, runs: Sequence[Run], values: Sequence[dict[str, Any]]) -> Table:

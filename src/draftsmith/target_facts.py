@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -157,7 +157,3 @@ def _known(model_type: str) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

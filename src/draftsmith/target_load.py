@@ -194,6 +194,13 @@ def _settle_dtype(model: nn.Module, dtype: torch.dtype, built_from: dict[str, ty
                     tensor.data = tensor.data.to(dtype)
 
 
+def stops_of(model: nn.Module, otherwise: int | list[int] | None) -> tuple[int, ...]:
+    """The tokens that end a loaded model's replies; `otherwise` where its generation config names none."""
+    found = model.generation_config.eos_token_id
+    found = otherwise if found is None else found
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+
+
 def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str]:
     """(model, name) of the decoder's ModuleList: the outermost one with `count` entries."""
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from draftsmith.errors import first_line
 from draftsmith.step_modes import Graph, compiling, on_side_stream
 
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # ids [1, T], positions [1, T] -> K taps [T, H]
@@ -48,7 +49,7 @@ class FixedShape:
                         call(self.ids, self.positions)
             except RuntimeError as error:  # dynamo's and inductor's errors are RuntimeErrors
                 what = "does not compile as one graph" if whole else "does not compile, runs eagerly"
-                self.notes.append(f"{what}: {_reason(error)}")
+                self.notes.append(f"{what}: {first_line(error)}")
             else:
                 self.in_parts = not whole
                 return call
@@ -65,7 +66,7 @@ class FixedShape:
                 self._graph = Graph(self._keep_taps, stream)
             except RuntimeError as error:
                 self.mode = "compile"
-                self.notes.append(f"cannot be captured in a CUDA graph, runs compiled: {_reason(error)}")
+                self.notes.append(f"cannot be captured in a CUDA graph, runs compiled: {first_line(error)}")
             else:
                 self._check_replay()
 
@@ -86,8 +87,3 @@ class FixedShape:
 def close(a: Tensor, b: Tensor) -> bool:
     """Equal but for rounding."""
     return torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05 * float(b.float().std()), equal_nan=True)
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.errors import UserError
-from draftsmith.target_facts import first_line
+from draftsmith.errors import UserError, first_line
 from draftsmith.target_load import decoder_class, find_layers, quiet, remote_class
 
 VOCABULARY = 64

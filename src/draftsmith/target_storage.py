@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.errors import UserError
-from draftsmith.target_facts import first_line, gguf_file
+from draftsmith.errors import UserError, first_line
+from draftsmith.target_facts import gguf_file
 from draftsmith.weights import PLAIN, Shards, StoredTensor
 
 OTHERWISE = "name the same model in plain floats as the target"

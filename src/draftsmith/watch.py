@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional
 
-from draftsmith.console import duration, number
+from draftsmith.console import duration, number, or_dash
 from draftsmith.errors import UserError
 from draftsmith.events import WAIT_PREFIX
 from draftsmith.history import Follower, Run
@@ -82,18 +82,14 @@ def runs_view(runs: list[tuple[Run, Status]]) -> Table:
             status.run,
             Text(status.state, style=STATE_STYLES.get(status.state, "white")),
             f"{status.step:,}{total}",
-            _or_dash(status.acceptance_length, "{:.3f}"),
-            _or_dash(status.best_acceptance_length, "{:.3f}"),
-            _or_dash(status.loss, "{:.4f}"),
+            or_dash(status.acceptance_length, "{:.3f}"),
+            or_dash(status.best_acceptance_length, "{:.3f}"),
+            or_dash(status.loss, "{:.4f}"),
             number(status.tokens_per_second),
             duration(status.left_seconds) if status.left_seconds is not None else "",
             Spark(lengths),
         )
     return table
-
-
-def _or_dash(value: float | None, pattern: str) -> str:
-    return "–" if value is None else pattern.format(value)
 
 
 def run_view(run: Run, now: float) -> Panel:

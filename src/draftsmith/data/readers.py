@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from draftsmith.data.tools import Rejection
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 Rows = Iterator[tuple[int, Any]]
 Part = tuple[list[int], Any, bool]
@@ -284,8 +284,7 @@ def _arrow_parts(path: Path | None, kind: str, rows: int) -> Iterator[Part]:
                 yield list(range(number + 1, number + 1 + part.num_rows)), part, True
                 number += part.num_rows
     except (pyarrow.ArrowException, OSError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        yield [number + 1], [Rejection("unreadable-file", f"breaks after row {number}: {first}")], False
+        yield [number + 1], [Rejection("unreadable-file", f"breaks after row {number}: {first_line(error)}")], False
 
 
 def _arrow_batches(path: Path | None) -> Iterator[Any]:
@@ -313,5 +312,4 @@ def _hub_rows(name: str) -> Rows:
         data = datasets.load_dataset(place, config or None, split=split or "train", streaming=True)
         yield from enumerate(data, 1)
     except (OSError, ValueError, RuntimeError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{name}: no such file, and as a hub data set it cannot be read: {first}") from None
+        raise UserError(f"{name}: no such file, and as a hub data set it cannot be read: {first_line(error)}") from None

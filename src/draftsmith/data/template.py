@@ -8,6 +8,7 @@ escapes, loop controls, generation tags), so that a prepared document is the tex
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.data.shards import Manifest
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.target_facts import gguf_file
 
 Message = dict[str, Any]
@@ -150,8 +151,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
         file = {"gguf_file": gguf.name} if (gguf := gguf_file(Path(directory))) else {}
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **file)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{directory}: the tokenizer cannot be loaded: {first}") from None
+        raise UserError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from None
     if not tokenizer.is_fast:
         raise UserError(
             f"{directory}: the tokenizer has no tokenizer.json form, which is needed to place the loss mask"
@@ -212,20 +212,30 @@ def vocab_size(directory: Path, tokenizer: Any) -> int:
 
 def stop_ids(directory: Path, tokenizer: Any) -> set[int]:
     """Ids that end a reply: the tokenizer's end of sequence and those of generation_config.json and config.json."""
-    ids = {tokenizer.eos_token_id}
+    return {*named_stops(directory), tokenizer.eos_token_id} - {None}
+
+
+def named_stops(directory: Path) -> Iterator[int]:
+    """End-of-text ids that generation_config.json and config.json name."""
     for name in ("generation_config.json", "config.json"):
-        named = _read_json(Path(directory) / name).get("eos_token_id")
-        ids |= set(named) if isinstance(named, list) else {named}
-    return {i for i in ids if isinstance(i, int)}
+        path = directory / name
+        eos = _read_json(path).get("eos_token_id")
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(i, int) for i in ids):
+            raise UserError(f"{path}: eos_token_id is {eos!r}, not a token id or several")
+        yield from ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no JSON object; fetch it again")
+    return values
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
