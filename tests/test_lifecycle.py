@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +24,7 @@ from draftsmith import checkpoint, failure, launch
 from draftsmith.errors import UserError
 from draftsmith.history import read_run
 from draftsmith.loop import StopRequest
+from draftsmith.mailbox import TargetEnd
 from draftsmith.options import StopOptions
 from draftsmith.run import (
     EXIT_DONE,
@@ -244,11 +246,17 @@ def test_a_first_signal_asks_for_a_stop_and_the_second_ends(number, error):
 
 
 def test_targets_do_not_wait_for_the_last_checkpoint(place, monkeypatch):
-    finish = checkpoint.Writer.finish
-    monkeypatch.setattr(checkpoint.Writer, "finish", lambda self: (time.sleep(2.5), finish(self))[1])
-    c = recipe(place, 1, 1)
-    c = replace(c, topology=replace(c.topology, patience=1.0))
-    assert train(c, place / "slow_disk") == EXIT_DONE
+    left, leave, finish = threading.Event(), TargetEnd.finish, checkpoint.Writer.finish
+    waits = []
+
+    def written(self):
+        waits.append(left.wait(30))
+        return finish(self)
+
+    monkeypatch.setattr(TargetEnd, "finish", lambda self: (leave(self), left.set()))
+    monkeypatch.setattr(checkpoint.Writer, "finish", written)
+    assert train(recipe(place, 1, 1), place / "slow_disk") == EXIT_DONE
+    assert waits and all(waits)
 
 
 def test_one_file_written_by_two_hosts_with_equal_process_numbers(tmp_path, monkeypatch):

@@ -151,7 +151,7 @@ def log_normal_corpus(count: int, median: float, sigma: float, cap: int, seed: i
 @pytest.mark.parametrize(("median", "sigma", "cap"), [(400, 0.8, 3072), (150, 0.5, 1024), (60, 0.3, 256)])
 def test_proposed_shape_fills_both_budgets(median, sigma, cap):
     corpus = log_normal_corpus(3000, median, sigma, cap, seed=1)
-    shape = propose_unit(corpus, block_size=8).shape
+    shape = propose_unit(corpus, corpus, 8, "cpu").shape
     sequence = UnitSequence(corpus, shape, seed=0)
     units = [sequence.unit(u) for u in range(sequence.rows_in_epoch(0))]
     tokens = sum(u.tokens_used for u in units) / (len(units) * shape.tokens)

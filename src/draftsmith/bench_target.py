@@ -137,8 +137,8 @@ def _decoder(config: Any, count: int, dtype: torch.dtype, device: torch.device) 
     torch.manual_seed(0)
     with device:
         model = AutoModel.from_config(config, dtype=dtype, attn_implementation=PACKED)
-    owner, name = find_layers(model, config.num_hidden_layers)
-    owner.set_submodule(name, owner.get_submodule(name)[:count])
+    name = find_layers(model, config.num_hidden_layers)
+    model.set_submodule(name, model.get_submodule(name)[:count])
     return model.to(device).eval().requires_grad_(False)
 
 

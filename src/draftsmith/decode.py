@@ -69,8 +69,8 @@ class Decoder:
         if drafter and not 2 <= self.block_size <= drafter.shape.block_size:
             raise ValueError(f"block size {block_size} is not in 2..{drafter.shape.block_size}, as trained")
         attention_kinds(model.config)  # refuses targets that cannot take tokens back
-        parent, name = find_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
-        self._layers = parent.get_submodule(name)
+        name = find_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
+        self._layers = model.get_submodule(name)
         self.device, self.dtype = model.device, model.dtype
         self.slots = torch.arange(self.block_size, device=self.device)
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

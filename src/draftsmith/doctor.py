@@ -17,7 +17,7 @@ from draftsmith.doctor_checks_device import check_allocator, check_peers, check_
 from draftsmith.doctor_checks_target import check_words
 from draftsmith.doctor_run import Findings, Order, steps_needed
 from draftsmith.doctor_verdict import Verdict, failed, judge, merge, render
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.host import run_host
 from draftsmith.job import Job, open_job, topology_of
 from draftsmith.mailbox import MailError, PeerLost
@@ -162,7 +162,7 @@ def run_workers(config: Config, topology: Topology, scratch: Path, recipe: Path,
         else:
             code = supervise(TrainOptions(recipe, run=scratch), config, topology, scratch, (1, 1))
     except (RuntimeError, MailError, PeerLost) as error:
-        code, cause = EXIT_FAILED, next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        code, cause = EXIT_FAILED, first_line(error)
     if code == EXIT_DONE:
         return []
     where = f"their logs are in {scratch / 'logs'}"

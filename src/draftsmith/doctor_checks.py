@@ -16,6 +16,7 @@ from torch import Tensor
 from draftsmith.attention import BlockAttention
 from draftsmith.doctor_probe import Compilation, host_reads
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked
+from draftsmith.errors import first_line
 from draftsmith.loss import block_cross_entropy
 from draftsmith.static import FIELDS, StaticUnit
 from draftsmith.step import TrainStep, draft_states
@@ -61,11 +62,10 @@ def check_graph_breaks(mode: str, breaks: int) -> Verdict:
 
 def uncompiled(error: RuntimeError) -> Verdict:
     """The set-up of a worker failed in the compiler or on the device."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return failed(
         "graph breaks",
         f"set-up raised {type(error).__name__}",
-        lines[0] if lines else type(error).__name__,
+        first_line(error),
         'run.mode = "eager" shows whether it is the compiler; the worker\'s log has the whole message',
     )
 
@@ -394,5 +394,5 @@ def guarded(name: str, check: Callable[[], list[Verdict]]) -> list[Verdict]:
     try:
         return check()
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        line = next((x.strip() for x in str(error).splitlines() if x.strip()), type(error).__name__)
-        return [failed(name, f"raised {type(error).__name__}", line, "see the worker's log for the whole message")]
+        raised = f"raised {type(error).__name__}"
+        return [failed(name, raised, first_line(error), "see the worker's log for the whole message")]

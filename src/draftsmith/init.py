@@ -22,16 +22,14 @@ class UnitProposal:
     reasons: tuple[str, ...]
 
 
-def propose_unit(
-    corpus: Documents, block_size: int, device: str = "cpu", held_out: Documents | None = None
-) -> UnitProposal:
+def propose_unit(corpus: Documents, held_out: Documents, block_size: int, device: str) -> UnitProposal:
     """Choose T and A from the lengths and valid anchors of a training split.
 
     T holds the longest document, of `held_out` too, and, for little waste at row ends, several mean ones. A is about
     half of a row's valid anchors (the paper draws up to 512 of a response each epoch), within what a device does in
     good time.
     """
-    longest = longest_document(corpus, *([] if held_out is None else [held_out]))
+    longest = longest_document(corpus, held_out)
     mean = float(corpus.lengths.mean())
     floor, several, most = (512, 8, 1024) if device == "cpu" else (4096, 12, MAX_BLOCK_TOKENS)
     tokens = max(longest, floor, int(several * mean))
@@ -80,7 +78,7 @@ def write_recipe(options: InitOptions) -> None:
     mask_token, mask_reason = find_mask_token(directory, options.trust_remote_code, (corpus, held_out))
     gamma, gamma_reason = _gamma(block)
     taps = default_taps(facts.num_layers, max(1, min(max(layers, 3), facts.num_layers - 3)))  # small targets have few
-    unit = propose_unit(corpus, block, device, held_out)
+    unit = propose_unit(corpus, held_out, block, device)
     lines = [
         f"# Written by `draftsmith init {options.target} {options.corpus}`. Any key may be changed, here or as a flag.",
         "[target]",

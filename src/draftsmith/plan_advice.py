@@ -37,7 +37,7 @@ class Disk:
 
 def propose(job: Job, config: Config, place: Place, corpus: CorpusFacts) -> Proposal:
     """T, A and the rate by init's rule; G so that a step has as many blocks as published runs and a run enough steps."""
-    found = propose_unit(job.corpus, job.shape.block_size, place.kind)
+    found = propose_unit(job.corpus, job.held_out, job.shape.block_size, place.kind)
     shape = found.shape
     rows = corpus.tokens / shape.tokens * config.optim.epochs
     wanted = min(BLOCKS_PER_STEP / shape.anchors, rows / STEPS_WANTED)

@@ -56,8 +56,7 @@ def target_size(directory: Path, taps: tuple[int, ...], trust_remote_code: bool 
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
         decoder = decoder_class(directory, config, text, trust_remote_code)(text)
-    owner, name = find_layers(decoder, facts.num_layers)
-    layers = list(owner.get_submodule(name))
+    layers = list(decoder.get_submodule(find_layers(decoder, facts.num_layers)))
     count = max(taps) + 1
     beside = sum(p.numel() for p in decoder.parameters()) - sum(p.numel() for x in layers for p in x.parameters())
     kept = [(n, p.numel()) for x in layers[:count] for n, p in x.named_parameters()]

@@ -93,8 +93,8 @@ class Target:
         rows: RowPlan | None = None,
     ) -> "Target":  # fmt: skip
         """A target around a decoder that is loaded, cut after the last tap, and uses the attention PACKED."""
-        owner, name = find_layers(decoder, max(taps) + 1)
-        target = cls(decoder, owner.get_submodule(name), taps, device)
+        name = find_layers(decoder, max(taps) + 1)
+        target = cls(decoder, decoder.get_submodule(name), taps, device)
         if target.position_rows and rows and rows.longest > target.position_rows:
             raise UserError(
                 f"the target has learned positions for {target.position_rows} tokens, the corpus has a document of "

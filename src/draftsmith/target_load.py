@@ -170,9 +170,9 @@ def cut(family: type, keep: range) -> type:
 
     def build(self: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:
         family.__init__(self, config, *args, **kwargs)
-        parent, name = find_layers(self, config.get_text_config(decoder=True).num_hidden_layers)
-        kept = [nn.Identity() if i < keep.start else m for i, m in enumerate(parent.get_submodule(name)[: keep.stop])]
-        parent.set_submodule(name, nn.ModuleList(kept))
+        name = find_layers(self, config.get_text_config(decoder=True).num_hidden_layers)
+        kept = [nn.Identity() if i < keep.start else m for i, m in enumerate(self.get_submodule(name)[: keep.stop])]
+        self.set_submodule(name, nn.ModuleList(kept))
         self.built_from = {n: type(m) for n, m in self.named_modules()}
 
     return type(family.__name__, (family,), {"__init__": build, "__module__": family.__module__})
@@ -201,12 +201,12 @@ def stops_of(model: nn.Module, otherwise: int | list[int] | None) -> tuple[int, 
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
-def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str]:
-    """(model, name) of the decoder's ModuleList: the outermost one with `count` entries."""
+def find_layers(model: nn.Module, count: int) -> str:
+    """The name in `model` of the decoder's ModuleList: the outermost one with `count` entries."""
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
         raise UserError(f"{type(model).__name__}: no list of {count} decoder layers in this architecture")
-    return model, min(lists, key=lambda n: n.count("."))
+    return min(lists, key=lambda n: n.count("."))
 
 
 @contextlib.contextmanager

@@ -89,10 +89,10 @@ def _embedding(directory: Path, config: Any, trust_remote_code: bool) -> tuple[C
 
     def build(self: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:
         family.__init__(self, config, *args, **kwargs)
-        owner, name = find_layers(self, config.num_hidden_layers)
-        held.append(owner.get_submodule(name)[0])  # stays on the meta device: it is entered, never run
-        owner.set_submodule(name, nn.ModuleList())
-        held.append(owner.get_submodule(name))
+        name = find_layers(self, config.num_hidden_layers)
+        held.append(self.get_submodule(name)[0])  # stays on the meta device: it is entered, never run
+        self.set_submodule(name, nn.ModuleList())
+        held.append(self.get_submodule(name))
 
     decoder = _hollow(family, build, text)
     layer, layers = held
@@ -181,7 +181,7 @@ def _beside_head(model: nn.Module, layers: int) -> str:
     head = model.get_output_embeddings()
     place = next(n for n, m in model.named_modules() if m is head).rpartition(".")[0]
     inside = model.get_submodule(place)
-    child = find_layers(inside, layers)[1].partition(".")[0]
+    child = find_layers(inside, layers).partition(".")[0]
     return f"{place}.{child}" if place else child
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from draftsmith.errors import first_line
 from draftsmith.mailbox import Patience, PeerLost
 
 PART = 1 << 24  # numbers of another thread's gradients that are on this one's device at a time
@@ -196,10 +197,6 @@ def peers(what: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise PeerLost(f"{what} failed, another trainer is gone or silent: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class World:

@@ -33,7 +33,7 @@ from draftsmith.host import Mail, Notes, log_name, patience_of, run_places
 from draftsmith.job import open_job, topology_of
 from draftsmith.loop import StopRequest
 from draftsmith.mailbox import PeerLost
-from draftsmith.options import TrainOptions, WorkerOptions
+from draftsmith.options import WorkerOptions
 from draftsmith.run import (
     EXIT_FAILED,
     EXIT_PEER,
@@ -170,7 +170,7 @@ def leads(topology: Topology, local: int) -> bool:
     return topology.threads or local >= topology.targets
 
 
-def open_together(world: World, options: TrainOptions, config: Config, local: int) -> tuple[RunDirectory, bool]:
+def open_together(world: World, options: WorkerOptions, config: Config, local: int) -> tuple[RunDirectory, bool]:
     """The first process opens the run directory for all; each host has it too, in the same place or in one of its own.
 
     Workers whose launchers have started this run before go on with it: after a failure, or when a host has come or gone.

@@ -58,8 +58,8 @@ def _quantised_layers(directory: Path, count: int, trust_remote_code: bool) -> t
     if keep.start < 0:
         raise UserError(f"{directory}: {total} layers cannot start {count} draft layers")
     decoder = load_decoder(directory, config, keep, torch.float32, "eager", trust_remote_code)
-    owner, name = find_layers(decoder, total)
-    layers = [dict(owner.get_submodule(name)[index].named_parameters()) for index in keep]
+    name = find_layers(decoder, total)
+    layers = [dict(decoder.get_submodule(name)[index].named_parameters()) for index in keep]
     norm = dict(decoder.named_parameters()).get("norm.weight")
     if norm is None:
         raise UserError(f"{directory}: no final norm beside its layers; {OTHERWISE}")
