@@ -149,6 +149,25 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, damage):
     assert "delete its directory" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("drafter", {}, "drafter.hidden_size is missing"),
+        ("drafter", 3, "drafter is no object"),
+        ("optimizer_step", None, "optimizer_step is no number"),
+        ("acceptance_length", "x", "acceptance_length is no number"),
+        ("recipe", 3, "recipe is no object"),
+        ("recipe", {"target": {"model": "m", "chat_template": 3}}, "recipe.target.chat_template is no string"),
+    ],
+)
+def test_a_state_that_is_wrong_inside_names_file_and_field(tmp_path, field, value, said):
+    saved = save(tmp_path, 1, make_step(), {})
+    state = {**json.loads((saved.path / "state.json").read_text()), field: value}
+    (saved.path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=f"state.json: {said}; if the checkpoint is damaged"):
+        checkpoint.restore(checkpoint.list_checkpoints(tmp_path)[0], make_step())
+
+
 def test_no_space_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     step = make_step()
     save(tmp_path, 1, step, {})

@@ -12,10 +12,12 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from draftsmith.config import TargetConfig
 from draftsmith.disk import flush, read_object
 from draftsmith.errors import UserError
+from draftsmith.kinds import misfit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +31,21 @@ _STEP = re.compile(r"step_(\d+)")
 DAMAGED = "if the checkpoint is damaged, delete its directory: the one before it is taken"
 
 
+class Recipe(TypedDict):
+    target: TargetConfig
+
+
+class State(TypedDict):
+    """What readers of state.json rely on."""
+
+    step: int
+    optimizer_step: float
+    drafter: dict[str, Any]
+    acceptance_length: float | None
+    recipe: Recipe | None
+    provenance: dict[str, Any] | None
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What a checkpoint says of itself (state.json)."""
@@ -39,9 +56,17 @@ class Checkpoint:
 
     @property
     def shape(self) -> "DFlashShape":
+        """UserError where state.json describes no drafter."""
         from draftsmith.drafters.dflash import DFlashShape
 
-        return DFlashShape.from_dict(self.state["drafter"])
+        drafter = self.state["drafter"]
+        wrong = misfit(drafter, DFlashShape, "drafter")
+        try:
+            if wrong is None:
+                return DFlashShape.from_dict(drafter)
+        except (TypeError, ValueError) as error:
+            wrong = f"drafter: {error}"
+        raise UserError(f"{self.path / 'state.json'}: {wrong}; {DAMAGED}")
 
 
 def list_checkpoints(run: Path) -> list[Checkpoint]:
@@ -58,9 +83,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Open state.json of one checkpoint directory."""
     if not (path / "state.json").is_file():
         raise UserError(f"{path}: is not a checkpoint (it has no state.json)")
-    state = read_object(path / "state.json", {"format": int, "step": int, "drafter": dict}, DAMAGED)
+    state = read_object(path / "state.json", {"format": int}, DAMAGED)
     if state["format"] != FORMAT:
         raise UserError(f"{path / 'state.json'}: format {state['format']!r}, this version reads {FORMAT}")
+    if (wrong := misfit(state, State, "state")) is not None:
+        raise UserError(f"{path / 'state.json'}: {wrong.removeprefix('state.')}; {DAMAGED}")
     return Checkpoint(path, state["step"], state)
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from draftsmith.errors import UserError
+
 FORMAT = 1
 
 # A span whose name starts so is time spent waiting; every other span is work.
@@ -105,7 +107,7 @@ class EventLog:
 
     `role` and `index` name the file and the worker (both0, target1, trainer0). Only one worker of a run, trainer 0,
     writes step and evaluation records; the others call `flush` at log steps. `total_steps` lets readers give an ETA;
-    `about` holds facts about the worker (device name, ceiling_tflops ...). Raises OSError if the file cannot be opened.
+    `about` holds facts about the worker (device name, ceiling_tflops ...). UserError if the file cannot be opened.
     """
 
     def __init__(
@@ -121,8 +123,11 @@ class EventLog:
         self.host = host or platform.node().split(".")[0] or "localhost"
         self.worker = f"{self.host}.{role}{index}"
         self.path = run / "events" / f"{self.worker}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(f"{self.path}: the events cannot be written: {error.strerror}; move it away") from None
         self._clock_ns = time.time_ns() - time.monotonic_ns()
         self._spans: deque[tuple[str, int, int, dict[str, Any] | None]] = deque()
         self._interval_start_ns: int | None = None

@@ -1,11 +1,11 @@
 """Reads a run directory back: events, configuration, checkpoints, evaluations. Imports no torch.
 
 Contract: reads only files below the run directory, so a copy elsewhere tells the same; copes with a run in progress, a
-last line cut by a kill, several attempts (a resumed attempt replaces the steps it did again), and several workers.
+last line cut by a kill, several attempts (a resumed attempt replaces the steps it did again), and several workers. What
+is whole JSON but not what was written is left out, once for all readers, and `Run.left_out` says so.
 `Follower` reads only what was added since the last poll, for live views.
 """
 
-import json
 import math
 import os
 import platform
@@ -20,9 +20,10 @@ import numpy as np
 
 from draftsmith.errors import UserError
 from draftsmith.events import DEVICE_SUFFIX
+from draftsmith.history_rows import Decoded, Written, read_fitting, rows
 
 SPANS, BUSY, OPEN = (b'{"kind":"%s"' % kind for kind in (b"spans", b"busy", b"open"))
-_SPAN_HEAD = re.compile(rb'"name":"([^"]*)","start":([0-9.]+)')
+_SPAN_HEAD = re.compile(rb'"name":"([^"]*)","start":([0-9]{1,15}(?:\.[0-9]+)?)')
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Session:
     notes: list[dict[str, Any]] = field(default_factory=list)
     busy_lines: list[bytes] = field(default_factory=list)
     span_lines: list[bytes] = field(default_factory=list)
+    unfit: set[bytes] = field(default_factory=set)
+    """The run's lines of JSON that are no event of their kind; they are left out."""
     last: float = 0.0
     """Time of the newest event."""
     ended: bool = False
@@ -56,7 +59,7 @@ class Session:
 
     def busy(self, last: int = 0) -> list[dict[str, Any]]:
         """The sums over intervals, parsed on demand: all, or the `last` ones."""
-        return _parse(self.busy_lines[-last:])
+        return rows(self.busy_lines[-last:], self.unfit)
 
     def spans(self, begin: float = -math.inf, end: float = math.inf) -> "Iterator[SpanColumns]":
         """The spans of [begin, end], in seconds since the epoch, and some around them; parsed on demand."""
@@ -64,7 +67,7 @@ class Session:
             starts = np.array([start for start, _ in lines])
             first = max(0, int(np.searchsorted(starts, begin, side="right")) - 1)  # the line that `begin` falls into
             for _, line in lines[first : int(np.searchsorted(starts, end, side="right"))]:
-                yield from (_columns(values) for values in _parse([line]))
+                yield from (_columns(values) for values in rows([line], self.unfit))
 
     def middle(self) -> float | None:
         """When the middle one of its span lines begins."""
@@ -97,11 +100,15 @@ class Run:
 
     path: Path
     config: dict[str, Any]
-    """config.json; empty if there is none."""
+    """config.json; empty if there is none, or none that fits."""
     sessions: tuple[Session, ...]
     steps: tuple[dict[str, Any], ...]
     """Step records in order of steps, superseded ones left out; `t` is the time."""
     evaluations: tuple[dict[str, Any], ...]
+    unfit: set[bytes] = field(default_factory=set, compare=False)
+    """Lines of its event files that were left out; grows while spans are read."""
+    unread: tuple[str, ...] = ()
+    """Other files that were left out, a line each."""
     _columns: dict[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
     """Columns asked for before; a long run's take a while to collect."""
 
@@ -122,6 +129,14 @@ class Run:
     @property
     def done_steps(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
+
+    def left_out(self) -> list[str]:
+        """What its files hold that is not what was written and is shown nowhere, a line each."""
+        count = len(self.unfit)
+        rows = f"{count} lines of events/ are no events of their kind; left out"
+        if count == 1:
+            rows = "1 line of events/ is no event of its kind; left out"
+        return [*self.unread, *([rows] if count else [])]
 
     def current(self) -> list[Session]:
         """Every worker's newest session within the newest attempt."""
@@ -179,15 +194,17 @@ class Run:
             if path.name.removeprefix("step_").isdigit() and (path / "state.json").is_file()
         )
 
-    def decoded(self) -> list[tuple[str, dict[str, Any]]]:
-        """(name, content) of every evaluation that `draftsmith evaluate` left in evaluations/, oldest name first."""
-        found = []
+    def decoded(self) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+        """(name, content) of every evaluation that `draftsmith evaluate` left in evaluations/, oldest name first; and a line
+        on each file there that is none."""
+        found, wrong = [], []
         for path in sorted((self.path / "evaluations").glob("*.json")):
-            try:
-                found.append((path.stem, json.loads(path.read_text(encoding="utf-8"))))
-            except ValueError:
-                continue  # being written
-        return found
+            content, why = read_fitting(path, Decoded)
+            if why:
+                wrong.append(why)
+            elif content:
+                found.append((path.stem, content))
+        return found, wrong
 
 
 def read_run(path: Path, spans: bool = False) -> Run:
@@ -205,34 +222,41 @@ class Follower:
             raise UserError(f"{path}: is not a run directory (no config.json, no events)")
         self.path, self._spans = path, spans
         self._files: dict[Path, _File] = {}
+        self._unfit: set[bytes] = set()
 
     def poll(self) -> Run:
         """The run as of now."""
         for path in sorted((self.path / "events").glob("*.jsonl")):
-            self._files.setdefault(path, _File(path, self._spans)).read()
+            self._files.setdefault(path, _File(path, self._spans, self._unfit)).read()
         sessions = tuple(session for file in self._files.values() for session in file.sessions)
+        config, wrong = read_fitting(self.path / "config.json", Written)
         return Run(
             self.path,
-            _config(self.path),
+            config,
             sessions,
             tuple(_in_order([s.steps for s in _writers(sessions, "steps")])),
             tuple(_in_order([s.evaluations for s in _writers(sessions, "evaluations")])),
+            self._unfit,
+            (wrong,) if wrong else (),
         )
 
 
 class _File:
     """One event file and how far it has been read."""
 
-    def __init__(self, path: Path, spans: bool):
-        self._path, self._spans, self._offset = path, spans, 0
+    def __init__(self, path: Path, spans: bool, unfit: set[bytes]):
+        self._path, self._spans, self._offset, self._unfit = path, spans, 0, unfit
         self.sessions: list[Session] = []
 
     def read(self) -> None:
-        with self._path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < self._offset:  # replaced by a shorter copy
-                self._offset, self.sessions = 0, []
-            file.seek(self._offset)
-            data = file.read()
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # replaced by a shorter copy
+                    self._offset, self.sessions = 0, []
+                file.seek(self._offset)
+                data = file.read()
+        except OSError as error:
+            raise UserError(f"{self._path}: the events cannot be read: {error.strerror}; move it away") from None
         complete = data.rfind(b"\n") + 1  # the rest is a line being written, or one cut by a kill
         self._offset += complete
         pending: list[bytes] = []
@@ -245,7 +269,7 @@ class _File:
                     self.sessions[-1].busy_lines.append(line)
             elif line.startswith(OPEN):
                 self._take(pending)
-                self.sessions += [_session(self._path, values) for values in _parse([line])]
+                self.sessions += [_session(self._path, values, self._unfit) for values in rows([line], self._unfit)]
                 pending = []
             elif line:
                 pending.append(line)
@@ -257,41 +281,26 @@ class _File:
             return
         session = self.sessions[-1]
         records = {"step": session.steps, "evaluation": session.evaluations, "note": session.notes}
-        for values in [*_parse(lines), *session.busy(last=1)]:
+        for values in [*rows(lines, self._unfit), *session.busy(last=1)]:
             kind = values.pop("kind")
-            session.last = max(session.last, values["t"])
+            session.last = max(session.last, values.get("t", session.last))
             if kind == "plan":
                 session.total_steps = values["total_steps"]
                 session.about |= values["about"]
             elif kind == "end":
-                session.ended, session.error = True, values["error"]
+                session.ended, session.error = True, values.get("error")
             elif kind in records:
                 records[kind].append(values)
-
-
-def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
-    """JSON objects of whole lines. Together, since that is several times quicker; one by one if a kill cut one of them."""
-    try:
-        return json.loads(b"[%s]" % b",".join(lines))
-    except ValueError:
-        return [value for line in lines for value in _parse_one(line)]
-
-
-def _parse_one(line: bytes) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line)]
-    except ValueError:
-        return []
 
 
 def _columns(values: dict[str, Any]) -> SpanColumns:
     start = values["start"] + np.array(values["start_us"], np.float64) / 1e6
     known = ("kind", "name", "start", "start_us", "us")
-    attributes = {key: column for key, column in values.items() if key not in known}
+    attributes = {key: column for key, column in values.items() if key not in known and isinstance(column, list)}
     return SpanColumns(values["name"], start, np.array(values["us"], np.float64) / 1e6, attributes)
 
 
-def _session(path: Path, values: dict[str, Any]) -> Session:
+def _session(path: Path, values: dict[str, Any], unfit: set[bytes]) -> Session:
     return Session(
         worker=path.stem,
         host=values["host"],
@@ -302,8 +311,9 @@ def _session(path: Path, values: dict[str, Any]) -> Session:
         start=values["t"],
         last=values["t"],
         clock_offset=values["clock_offset_seconds"],
-        total_steps=values["total_steps"],
+        total_steps=values.get("total_steps"),
         about=values["about"],
+        unfit=unfit,
     )
 
 
@@ -327,20 +337,13 @@ def _in_order(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return out
 
 
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
 def _alive(session: Session, patience: float, now: float) -> bool:
     """Its process is there (same host), or it wrote not long ago (another host)."""
     if session.host != platform.node().split(".")[0]:
         return now - session.last < patience
     try:
         os.kill(session.pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass  # somebody else's, but there

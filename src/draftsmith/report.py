@@ -69,11 +69,13 @@ def render(runs: Sequence[Run], now: float | None = None) -> str:
     now = time.time() if now is None else now
     statuses = [status_of(run, now) for run in runs]
     parts = sections(runs)
+    decoded = [run.decoded() for run in runs]
     evaluations = [
         decoding(f"decoding{i}_{j}", name if len(runs) == 1 else f"{run.name}: {name}", result)
-        for i, run in enumerate(runs)
-        for j, (name, result) in enumerate(run.decoded())
+        for i, (run, (found, _)) in enumerate(zip(runs, decoded, strict=True))
+        for j, (name, result) in enumerate(found)
     ]
+    left_out = [text for run, (_, wrong) in zip(runs, decoded, strict=True) for text in (*run.left_out(), *wrong)]
     settings = _comparison("Recipe", runs, [flatten(run.config.get("recipe", {})) for run in runs])
     environment = _comparison("Environment", runs, [_environment(run) for run in runs])
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
@@ -88,7 +90,7 @@ def render(runs: Sequence[Run], now: float | None = None) -> str:
         settings=settings,
         environment=environment,
         differing=len(settings.differs),
-        notes=_notes(runs[0]) if len(runs) == 1 else [],
+        notes=[*(_notes(runs[0]) if len(runs) == 1 else []), *(("–", text) for text in left_out)],
         figures_json=_figures_json(parts, evaluations),
         plotly=_plotly(),
         css=_file("page.css"),
@@ -101,7 +103,7 @@ def _head(run: Run, status: Status) -> dict[str, Any]:
     drafter, target = recipe.get("drafter", {}), recipe.get("target", {})
     facts = []
     if target.get("model"):
-        facts.append(f"{drafter.get('kind', 'drafter')} for {Path(target['model']).name}")
+        facts.append(f"{drafter.get('kind', 'drafter')} for {Path(str(target['model'])).name}")
     if drafter.get("layers"):
         facts.append(f"{drafter['layers']} draft layers, blocks of {drafter.get('block')}")
     device = next((s.about["device"] for s in run.current() if s.about.get("device")), None)

@@ -62,7 +62,7 @@ def decoding(key: str, name: str, result: dict[str, Any], samples: int = SAMPLES
     step = f" at step {result['step']:,}" if result.get("step") is not None else ""
     temperature = result.get("options", {}).get("temperature", 0.0)
     how = "greedy" if temperature == 0 else f"temperature {temperature}"
-    facts = f"{result['target']}, blocks of {result['block_size']}, {how}, {result['dtype']} on {result['device']}."
+    facts = f"{result.get('target')}, blocks of {result['block_size']}, {how}, {result['dtype']} on {result['device']}."
     figures = (_positions(key, columns), _histogram(key, result["samples"]))
     return Decoding(
         f"{name}{step}",
@@ -78,7 +78,7 @@ def _positions(key: str, columns: dict[str, dict[str, Any]]) -> Figure | None:
     width = max((len(values) for values in shares.values()), default=0)
     if not width:
         return None
-    last = list(shares.values())[-1]
+    last = next(values for values in reversed(shares.values()) if values)
     reading = f"The first draft is accepted in {last[0]:.1f}% of the passes, draft {width} in {last[-1]:.1f}%."
     labels = [str(k + 1) for k in range(width)]
     title = "Acceptance by position"
@@ -117,7 +117,7 @@ def sample(values: dict[str, Any]) -> Sample:
             " · same text as without the drafter" if values["same_as_plain"] else " · other text than without drafter"
         )
     pieces = []
-    for i, (drafts, own) in enumerate(values["runs"]):
+    for i, (drafts, own) in enumerate(values["runs"][: 1 + min(len(accepted), len(committed))]):
         said = f"pass {i}: {accepted[i - 1]} accepted, {committed[i - 1]} kept" if i else "from the prompt's pass"
         shade = "run odd" if i % 2 else "run"
         pieces += [Piece(kind, text, said) for kind, text in ((shade, drafts), ("bonus", own)) if text]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -127,8 +128,7 @@ def positions(runs: Sequence[Run]) -> list[Figure | None]:
 
 
 def positions_over_time(run: Run) -> Figure | None:
-    table = np.array([e["acceptance_per_position"] for e in run.evaluations], np.float64)
-    steps = np.array([e["step"] for e in run.evaluations], np.float64)
+    steps, table = _table(run.evaluations, "acceptance_per_position")
     return _ramp_lines("positions_over_time", "Acceptance by position over time", "% of passes", steps, 100 * table)
 
 
@@ -136,10 +136,15 @@ def _slots(runs: Sequence[Run]) -> Figure | None:
     """Without evaluations: how often each slot's best token was right in training."""
     if len(runs) > 1:
         return None
-    having = [record for record in runs[0].steps if record.get("slot_accuracy")]
-    steps = np.array([record["step"] for record in having], np.float64)
-    table = np.array([record["slot_accuracy"] for record in having], np.float64)
-    return _ramp_lines("slots", "Right tokens by slot, in training", "%", steps, 100 * table) if len(having) else None
+    steps, table = _table(runs[0].steps, "slot_accuracy")
+    return _ramp_lines("slots", "Right tokens by slot, in training", "%", steps, 100 * table) if len(steps) else None
+
+
+def _table(records: Sequence[dict[str, Any]], field: str) -> tuple[np.ndarray, np.ndarray]:
+    """steps [n] and values [n, width] of a field that is a list, of the records where it is as long as in the newest."""
+    having = [record for record in records if record.get(field)]
+    having = [record for record in having if len(record[field]) == len(having[-1][field])]
+    return np.array([r["step"] for r in having], np.float64), np.array([r[field] for r in having], np.float64)
 
 
 def _ramp_lines(key: str, title: str, unit: str, steps: np.ndarray, table: np.ndarray) -> Figure | None:

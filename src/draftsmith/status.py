@@ -72,6 +72,8 @@ class Status:
     bottleneck: str | None
     """What the speed hangs on: the newest record's `bound_by`, else the busiest of several roles."""
     error: str | None
+    left_out: list[str]
+    """What the run's files hold that is not what was written, a line each."""
 
 
 def main(options: StatusOptions) -> int:
@@ -117,6 +119,7 @@ def status_of(run: Run, now: float | None = None) -> Status:
         workers=workers,
         bottleneck=newest.get("bound_by") or _bottleneck(run.current()),
         error=next((s.error for s in run.current() if s.error), None),
+        left_out=run.left_out(),
     )
 
 
@@ -186,6 +189,7 @@ def lines(status: Status) -> list[str]:
         out.append(f"  {worker.worker}: {worker.state}{busy}{silent}")
     if status.bottleneck:
         out.append(f"  bound by     {status.bottleneck}")
+    out += [f"  note         {text}" for text in status.left_out]
     return out
 
 
