@@ -64,6 +64,22 @@ def test_paths_are_relative_to_the_recipe_and_hub_ids_stay(tmp_path):
     assert config.load(written(tmp_path, GOOD)).target.model == "m"
 
 
+def test_relative_paths_become_absolute_in_the_recipe_and_in_flags(tmp_path, monkeypatch):
+    for name in ("rel", "model", "other"):
+        (tmp_path / name).mkdir()
+    text = '[target]\nmodel = "../model"\nchat_template = "t.jinja"\n[data]\ncorpus = "../c"\n'
+    (tmp_path / "rel/recipe.toml").write_text(text)
+    monkeypatch.chdir(tmp_path / "rel")
+    loaded = config.load(Path("recipe.toml"))
+    assert loaded.target.model == str(tmp_path / "model") and loaded.data.corpus == str(tmp_path / "c")
+    assert loaded.target.chat_template == str(tmp_path / "rel/t.jinja")
+    argv = ["recipe.toml", "--target.model", "../other", "--data.corpus", "d"]
+    _, flagged = parse_recipe(TrainOptions, argv, "draftsmith train", "")
+    assert flagged.target.model == str(tmp_path / "other") and flagged.data.corpus == str(tmp_path / "rel/d")
+    _, hub = parse_recipe(TrainOptions, ["recipe.toml", "--target.model", "Qwen/Qwen3-4B"], "draftsmith train", "")
+    assert hub.target.model == "Qwen/Qwen3-4B"
+
+
 def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path):
     path = tmp_path / "r.toml"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())

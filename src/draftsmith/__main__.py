@@ -130,7 +130,8 @@ def parse_recipe(options_type: type, argv: list[str], prog: str, summary: str) -
         recipe_keys: Annotated[config.Config, tyro.conf.arg(name="")] = default
 
     parsed = tyro.cli(Arguments, args=argv, prog=prog, description=summary)
-    return parsed.options, config.from_dict(parsed.recipe_keys.to_dict(), f"{recipe} with flags")
+    values = config.anchor_paths(parsed.recipe_keys.to_dict(), Path())  # those of flags are relative to here
+    return parsed.options, config.from_dict(values, f"{recipe} with flags")
 
 
 def load(place: str) -> Callable[..., Any]:

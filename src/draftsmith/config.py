@@ -196,7 +196,7 @@ class Config:
 
 
 def load(path: Path) -> Config:
-    """Read and check a TOML recipe; relative paths in it are relative to the recipe's own directory.
+    """Read and check a TOML recipe; relative paths in it are relative to the recipe's own directory, and become absolute.
 
     A .json file is a resolved recipe as a run directory's config.json holds it; its paths are taken as they stand.
     """
@@ -208,7 +208,7 @@ def load(path: Path) -> Config:
         raise UserError(f"{path}: no such recipe; `draftsmith init TARGET CORPUS` writes one") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path}: cannot be read as TOML: {error}") from None
-    return from_dict(_anchor_paths(values, path.parent), str(path))
+    return from_dict(anchor_paths(values, path.parent), str(path))
 
 
 def read_resolved(path: Path) -> dict[str, Any]:
@@ -305,17 +305,16 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _anchor_paths(values: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Paths written in a recipe are relative to the recipe; a target stays as is unless that directory exists."""
+def anchor_paths(values: dict[str, Any], base: Path) -> dict[str, Any]:
+    """A recipe whose paths are absolute: they are written relative to `base`. A target stays as is, since it may be a hub
+    id, unless that directory exists."""
     values = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
-    data, target = values.get("data"), values.get("target")
-    if isinstance(data, dict) and isinstance(data.get("corpus"), str) and data["corpus"]:
-        data["corpus"] = str(base / data["corpus"])
-    if isinstance(target, dict):
-        if isinstance(target.get("model"), str) and target["model"] and (base / target["model"]).is_dir():
-            target["model"] = str(base / target["model"])
-        if isinstance(target.get("chat_template"), str) and target["chat_template"]:
-            target["chat_template"] = str(base / target["chat_template"])
+    for section, key in (("data", "corpus"), ("target", "model"), ("target", "chat_template")):
+        of = values.get(section)
+        if isinstance(of, dict) and isinstance(of.get(key), str) and of[key]:
+            path = (base / Path(of[key]).expanduser()).resolve()
+            if key != "model" or path.is_dir():
+                of[key] = str(path)
     return values
 
 
