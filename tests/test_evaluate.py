@@ -163,6 +163,7 @@ def test_line_separators_inside_a_text_end_no_line(tmp_path):
         ({"block": 5}, "--block 5"),
         ({"max_new_tokens": 0}, "--max-new-tokens"),
         ({"temperature": -1.0}, "--temperature"),
+        ({"temperature": float("inf")}, "--temperature must be a finite number"),
         ({"batch": 0}, "--batch"),
         ({"target": "nowhere"}, "nowhere"),
         ({"drafter": "nowhere"}, "no such directory"),

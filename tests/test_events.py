@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from draftsmith.console import Console, duration, number, step_line
+from draftsmith.console import Console, duration, number, size, step_line
 from draftsmith.errors import UserError
 from draftsmith.events import EvaluationRecord, EventLog, StepRecord, own_seconds
 from draftsmith.history import Follower, read_run
@@ -395,6 +395,11 @@ def test_numbers_and_durations() -> None:
         "–", "0", "7", "0.5", "1,234", "12.3 k", "1 M", "2.5 M", "3 G",
     ]  # fmt: skip
     assert [duration(s) for s in (0.4, 59, 65, 3725, 90_000)] == ["0 s", "59 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
+
+
+def test_sizes_show_some_digits() -> None:
+    shown = [size(n) for n in (7, 2**10, 20 * 2**10, 2**20, 300 * 2**20, 5 * 2**30)]
+    assert shown == ["7 bytes", "1.0 KiB", "20.0 KiB", "1.0 MiB", "0.29 GiB", "5.00 GiB"]
 
 
 def test_meter_without_gpu() -> None:

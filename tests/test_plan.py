@@ -247,6 +247,17 @@ def test_plan_measures_this_machine_and_train_can_take_its_topology(place):
     assert (chosen.topology.targets, chosen.topology.trainers) == (0, 1)
 
 
+def test_measured_times_that_scatter_are_said(place, monkeypatch):
+    ticks = iter(
+        [1.0, 1.0, 1.0] * 3 + [3.0, 1.0, 2.0]
+    )  # prefill, unit and update of each unit; the last on a busy machine
+    monkeypatch.setattr("draftsmith.plan_measure.timed", lambda run, device: run() or next(ticks))
+    recipe = config.load(place / "recipe.toml")
+    plan = make_plan(replace(recipe, run=replace(recipe.run, device="cpu")))
+    assert plan.times.scatter == 2.0
+    assert "measured times scatter by a factor of 2.0: is the machine busy?" in plan.notes
+
+
 def test_a_target_that_needs_a_split_is_planned_by_rates(place, monkeypatch):
     """Measuring takes one device for both roles."""
     recipe = config.load(place / "recipe.toml")

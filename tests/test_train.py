@@ -73,6 +73,13 @@ def test_twenty_steps_equal_ten_and_ten_resumed_bitwise(place, tmp_path):
     assert at_20 < at_10 and at_20 == pytest.approx(last, rel=0.1), "held-out text is of the same kind"
 
 
+def test_every_checkpoint_is_told_of_also_between_log_steps(place, tmp_path, capfd):
+    run = tmp_path / "run"
+    assert train(recipe(place, steps=5, save_every=1, log_every=5, evaluate_every=0), run) == EXIT_DONE
+    said = capfd.readouterr().err
+    assert [n for n in range(1, 6) if f"saved {run}/checkpoints/step_{n}\n" in said] == [1, 2, 3, 4, 5]
+
+
 def test_recipe_states_its_reasons_and_is_not_overwritten(place):
     text = (place / "recipe.toml").read_text()
     assert "mask_token = 260  #" in text and "# as published" in text

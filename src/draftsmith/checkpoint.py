@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from draftsmith.config import TargetConfig
+from draftsmith.console import size
 from draftsmith.disk import flush, read_object
 from draftsmith.errors import UserError
 from draftsmith.kinds import misfit
@@ -250,7 +251,7 @@ def check_space(run: Path, need: int, step_number: int) -> None:
     except OSError as error:
         raise _unwritten(final, error) from None
     if free < need * 1.05:
-        raise _unwritten(final, f"{need / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+        raise _unwritten(final, f"{size(need * 1.05)} are needed, {size(need * 1.05 - free)} more than are free")
 
 
 def _unwritten(final: Path, reason: object) -> UserError:

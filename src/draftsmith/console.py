@@ -231,6 +231,14 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or float(value).is_integer() else f"{value:.3g}"
 
 
+def size(count: float) -> str:
+    """Bytes in the unit that shows some digits of them."""
+    for unit, name, digits in ((2**30, "GiB", 2), (2**20, "MiB", 1), (2**10, "KiB", 1)):
+        if count >= unit / 4:
+            return f"{count / unit:.{digits}f} {name}"
+    return f"{count:.0f} bytes"
+
+
 def duration(seconds: float) -> str:
     """Seconds -> 42 s, 3 min 05 s, 2 h 07 min, 1 d 04 h."""
     whole = round(seconds)

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from draftsmith.config import Config
-from draftsmith.console import Console
+from draftsmith.console import Console, size
 from draftsmith.doctor_checks_device import check_allocator, check_peers, check_space, compiler_settings
 from draftsmith.doctor_checks_target import check_words
 from draftsmith.doctor_run import Findings, Order, steps_needed
@@ -25,7 +25,6 @@ from draftsmith.options import DoctorOptions, TrainOptions
 from draftsmith.plan_advice import disk_of
 from draftsmith.plan_facts import compute_of, corpus_facts, place_of
 from draftsmith.plan_memory import PROCESS, Budget, Role, budget, target_size
-from draftsmith.plan_text import size
 from draftsmith.run import EXIT_DONE, EXIT_FAILED, RunDirectory, provenance, write_json
 from draftsmith.step_modes import any_number_of_variants
 from draftsmith.topology import Topology

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.console import size
 from draftsmith.doctor_probe import Launches
 from draftsmith.doctor_verdict import Verdict, failed, judge, not_checked, passed
-from draftsmith.plan_text import size
 from draftsmith.slots import ALLOCATOR_VARIABLES, choose_transport
 from draftsmith.step_modes import Resolved
 from draftsmith.topology import Place, Topology

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from draftsmith import checkpoint
+from draftsmith.console import size
 from draftsmith.doctor_checks import (
     Exhibit,
     check_addresses,
@@ -50,7 +51,6 @@ from draftsmith.doctor_verdict import Verdict, judge, not_checked
 from draftsmith.events import EventLog
 from draftsmith.host import Worker
 from draftsmith.loop import Interval, Loader
-from draftsmith.plan_text import size
 from draftsmith.prefill import target_role
 from draftsmith.run import EXIT_DONE, RunDirectory
 from draftsmith.step import TrainStep, learning_rate

@@ -5,6 +5,7 @@ prompts in the same batches, so texts and times compare. docs/evaluate.md define
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -118,7 +119,7 @@ def open_session(options: EvaluateOptions) -> Session:
     prompts = read_prompts(options.prompts, options.limit)
     for good, what in (
         (options.max_new_tokens >= 1, "--max-new-tokens must be at least 1"),
-        (options.temperature >= 0, "--temperature must not be negative"),
+        (0 <= options.temperature < math.inf, "--temperature must be a finite number, 0 or more"),
         (options.batch >= 1, "--batch must be at least 1"),
         (options.device != "cuda" or torch.cuda.is_available(), "--device cuda: this torch sees no CUDA device"),
     ):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith import checkpoint, models
+from draftsmith.console import size
 from draftsmith.disk import flush
 from draftsmith.drafters.dflash import DFlash, from_zlab, to_zlab
 from draftsmith.errors import UserError
@@ -242,7 +243,9 @@ def _write(out: Path, tensors: dict[str, Tensor], files: dict[str, dict], check)
         out.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(out.parent).free
         if free < need * 1.05:
-            raise OSError(errno.ENOSPC, f"{need / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+            raise OSError(
+                errno.ENOSPC, f"{size(need * 1.05)} are needed, {size(need * 1.05 - free)} more than are free"
+            )
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})

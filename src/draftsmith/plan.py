@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.config import Config
+from draftsmith.console import size
 from draftsmith.errors import UserError
 from draftsmith.job import Job, open_job, total_steps
 from draftsmith.options import PlanOptions
@@ -22,9 +23,11 @@ from draftsmith.plan_advice import Disk, Proposal, disk_of, imbalance, largest_t
 from draftsmith.plan_facts import CorpusFacts, Place, compute_of, corpus_facts, place_of
 from draftsmith.plan_memory import Budget, Compute, TargetSize, budget, parameter_count, target_size
 from draftsmith.plan_speed import Layout, Prediction, Times, Work, layouts, predict, rank, times_by_rates, work_of
-from draftsmith.plan_text import render, size
+from draftsmith.plan_text import render
 from draftsmith.rates import rates_of
 from draftsmith.unit import UnitSequence
+
+SCATTER = 1.5  # slowest / fastest measured unit from which on a plan says that it may be wrong
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,10 @@ def times_of(
         from draftsmith.plan_measure import measure_times
 
         try:
-            return measure_times(job, units, place.card, work), []
+            times = measure_times(job, units, place.card, work)
+            if times.scatter > SCATTER:
+                notes.append(f"measured times scatter by a factor of {times.scatter:.1f}: is the machine busy?")
+            return times, notes
         except torch.OutOfMemoryError:
             notes.append(f"not measured: {place.name} ran out of memory; does another process hold some of it?")
     if place.card is None:

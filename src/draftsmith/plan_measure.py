@@ -47,10 +47,11 @@ def measure_times(job: Job, units: UnitSequence, card: Card | None, work: Work) 
             other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
             pull = time_copy(torch.empty_like(static.taps, device=other), static.taps)
     reduce = times_by_rates(work, rates_of(card)).reduce if card else copy / work.taps_bytes * 4 * work.parameters
+    whole = [sum(parts) for parts in zip(*seconds.values(), strict=True)]
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     return Times(
         f"measured here over {TIMED} units on {device}, mode {step.mode}" + ("" if card else ", sums of gradients estimated"),
-        False, middle["prefill"], middle["unit"], middle["update"], pull, copy, reduce,
+        False, middle["prefill"], middle["unit"], middle["update"], pull, copy, reduce, max(whole) / min(whole),
     )  # fmt: skip
 
 

@@ -65,6 +65,8 @@ class Times:
     """From the staging buffer into the step's input, between two units."""
     reduce: float
     """All-reduce of the gradients between two trainers; among R it takes 2(R-1)/R of this."""
+    scatter: float = 1.0
+    """The slowest measured unit's time over the fastest's."""
 
 
 def times_by_rates(work: Work, rates: Rates) -> Times:

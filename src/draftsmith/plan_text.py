@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from draftsmith.console import duration, number
+from draftsmith.console import duration, number, size
 from draftsmith.rates import GIB
 
 if TYPE_CHECKING:
@@ -15,11 +15,6 @@ SHOWN = 8  # topologies
 def render(plan: "Plan") -> str:
     """All of it, for a terminal."""
     return "\n".join([*_head(plan), *_shape(plan), *_memory(plan), *_disk(plan), *_topologies(plan), *_advice(plan)])
-
-
-def size(count: float) -> str:
-    """Bytes as GiB, or MiB where those are few."""
-    return f"{count / GIB:.2f} GiB" if count >= GIB / 4 else f"{count / 2**20:.1f} MiB"
 
 
 def _head(plan: "Plan") -> Iterator[str]:

@@ -82,8 +82,8 @@ def trainer(worker: Worker) -> int:
         try:
             with Loader(shop.units.unit, shop.plan.all_units()) as loader:
                 done = train_steps(shop, loader)
-            if shop.writer is not None and (written := shop.writer.finish()) is not None:
-                worker.console.note(f"saved {written.path}")
+            if shop.writer is not None:
+                say_saved(shop, shop.writer.finish())
         finally:
             if shop.writer is not None:
                 shop.writer.close()
@@ -284,8 +284,8 @@ def log(shop: Workshop, done: int, interval: Interval) -> None:
     else:
         shop.events.flush()
     check_skipped(shop, interval, stats, done, max(one["bad"] for one in everyone))
-    if shop.writer is not None and (written := shop.writer.poll()) is not None:
-        shop.worker.console.note(f"saved {written.path}")
+    if shop.writer is not None:
+        say_saved(shop, shop.writer.poll())
     interval.begin()
 
 
@@ -346,4 +346,11 @@ def save(shop: Workshop, done: int, acceptance: float | None) -> None:
     if shop.writer is None:
         return
     with shop.events.span("checkpoint", step=done):
+        say_saved(shop, shop.writer.finish())
         shop.writer.start(done, {"acceptance_length": acceptance, **shop.about})
+
+
+def say_saved(shop: Workshop, written: checkpoint.Checkpoint | None) -> None:
+    """Tell of a checkpoint that the writer has finished, if any."""
+    if written is not None:
+        shop.worker.console.note(f"saved {written.path}")
