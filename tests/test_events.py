@@ -429,8 +429,8 @@ def test_gauges_count_what_is_compiled_after_them() -> None:
 
     double(torch.ones(2))
     gauges = Gauges(torch.device("cpu"), torch.float32, measure_ceiling=False)
-    for size, recompiles in ((2, 0), (3, 1), (3, 1), (4, 2)):
-        double(torch.ones(size))
+    for length, recompiles in ((2, 0), (3, 1), (3, 1), (4, 2)):
+        double(torch.ones(length))
         assert gauges.read()["recompiles"] == recompiles
     line = step_line(StepRecord(step=1, loss=1.0, recompiles=2), 10)
     assert line.endswith("recompiled 2") and "recompiled" not in step_line(
