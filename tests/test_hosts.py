@@ -125,7 +125,7 @@ def test_a_run_that_another_host_owns_can_be_joined_in_the_background(place, tmp
     elsewhere = {"pid": 1, "host": "elsewhere", "started": 1}
 
     def begin(attempt: int) -> None:
-        begin_attempt(run, c, attempt, [Owner(**elsewhere)])
+        begin_attempt(run, c, attempt, [Owner(**elsewhere)], same_launch=True)
         write_json(run / "running.json", elsewhere)
 
     class Launched:

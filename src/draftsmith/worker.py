@@ -186,7 +186,7 @@ def open_together(world: World, options: WorkerOptions, config: Config, local: i
     attempt = max((number + 1 for number, _ in before), default=0)
     own = resume and (here is None or here[0] is not None or not before)  # else another host's directory holds the run
     agree(world, local == 0, lambda: check_run(path, config, own, same_launch=again))
-    agree(world, world.rank == 0, lambda: begin_attempt(path, config, attempt, launchers))
+    agree(world, world.rank == 0, lambda: begin_attempt(path, config, attempt, launchers, again))
     agree(world, local == 0 and world.rank != 0, lambda: join_run(path, config, attempt, launchers))
     return RunDirectory(path, attempt), resume
 
