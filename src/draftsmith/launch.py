@@ -149,6 +149,9 @@ def run_workers(
         register_loopback()
     else:
         restarts.listen()
+        fewest, most = hosts
+        more = f" or up to {most}, for half a minute" if most > fewest else ""
+        console.note(f"meeting at {options.rendezvous}: waits for {fewest} hosts{more}")
         # With torch's shared store the workers of a second meeting would read the keys of the first.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     notes = private_directory()  # torch's; in the run directory a full disk would break the agent, too
@@ -280,6 +283,7 @@ def detach(options: TrainOptions, config: Config, path: Path) -> int:
     argv += ["--rendezvous", options.rendezvous] if options.rendezvous else []
     argv += ["--profile", options.profile] if options.profile else []
     log = path / "logs" / "launcher.log"
+    print(f"starting; what it says: {log}", flush=True)
     with log.open("ab") as out:
         before = log.stat().st_size
         process = subprocess.Popen(
@@ -288,7 +292,7 @@ def detach(options: TrainOptions, config: Config, path: Path) -> int:
     while process.poll() is None:
         owner = read_owner(path)
         if owner is not None and owner.is_alive() and last_attempt(path) != attempt_before:
-            print(f"training in {path} as process {process.pid}; its lines: {log}")
+            print(f"training in {path} as process {process.pid}")
             print(f"draftsmith watch {path} | draftsmith status {path} | draftsmith stop {path}")
             return EXIT_DONE
         time.sleep(0.1)

@@ -223,6 +223,10 @@ def redirect(run: RunDirectory, places: list[Place]) -> Notes:
         os.dup2(log.fileno(), descriptor)
     faulthandler.enable(log)
     console = Console(Output(file=terminal, highlight=False))
+    if places[0].local == 0 and places[0].host > 0:
+        console.note(
+            f"host {places[0].host} of {places[0].hosts} has joined; host 0 shows the run, {run.logs} has its own lines"
+        )
     if len(places) == 1 and places[0].role == "target":
         console.note(f"{places[0].name} loads on {places[0].device}; its lines: {log.name}")
     return Notes(log, console if any(place.is_first for place in places) else None)
