@@ -26,6 +26,12 @@ SPLITS = ("train", "held_out")
 _FILES = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8"), "anchors": np.dtype("<i4")}
 PIECE = 1 << 24  # tokens that are looked at together
 _BUFFER = 1 << 20  # bytes that each open file may hold back
+_OURS = {
+    *("manifest.json", "report.json", "rejected.jsonl", "chat_template.jinja", *SPLITS),
+    *(f"{split}/{name}.bin" for split in SPLITS for name in _FILES),
+    *(f"{mark}{split}.parquet{end}" for split in SPLITS for mark, end in (("", ""), (".", ".tmp"))),  # --parquet
+}
+"""Everything that a preparation leaves in DIR."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,22 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(**{"template_hash": None} | {name: value for name, value in values.items() if name in known})
 
 
+def check_free(out: Path, overwrite: bool) -> None:
+    """UserError unless a corpus may be written to `out` without the loss of anything but, with `overwrite`, an old corpus."""
+    if out.is_symlink():
+        raise UserError(f"{out}: is a link; name the directory itself")
+    if not out.exists():
+        return
+    corpus = (out / "manifest.json").is_file() and (out / "train" / "offsets.bin").is_file()
+    if not out.is_dir() or (not corpus and any(out.iterdir())):
+        raise UserError(f"{out}: exists already and is no prepared corpus; name another --out, or delete it yourself")
+    for path in out.rglob("*"):
+        if str(path.relative_to(out)) not in _OURS:
+            raise UserError(f"{path}: is no part of the corpus {out}; move it elsewhere, or name another --out")
+    if not overwrite:
+        raise UserError(f"{out}: exists already; name another directory, or add --overwrite")
+
+
 def count_anchors(mask: np.ndarray) -> int:
     """Valid anchors of one document's mask [n]: positions that are supervised and followed by a supervised one."""
     return int(np.count_nonzero(mask[:-1] & mask[1:]))
@@ -128,8 +150,7 @@ class ShardWriter:
         self.progress: dict[str, Any] | None = None
         """State saved by the interrupted preparation that this one continues; None at a fresh start."""
         self._fingerprint, self._files = fingerprint, {}
-        if self.out.exists() and not overwrite:
-            raise UserError(f"{self.out}: exists already; name another directory, or add --overwrite")
+        check_free(self.out, overwrite)
         self._lock = self._hold()
         self._sizes = self._take_over()
         for name in self._names():
@@ -180,6 +201,7 @@ class ShardWriter:
     def commit(self, manifest: Manifest, report: dict[str, Any], extra: dict[str, bytes]) -> None:
         """Put manifest.json, report.json and `extra` files beside the shards and move everything into place."""
         self.close()
+        check_free(self.out, self.overwrite)  # it may have appeared, or been added to, in the meantime
         documents = {"manifest.json": asdict(manifest), "report.json": report}
         for name, value in documents.items():
             _write(self.staging / name, json.dumps(value, indent=1, ensure_ascii=False).encode())
@@ -190,8 +212,6 @@ class ShardWriter:
         flush(self.staging)
         old = self.out.with_name(f".{self.out.name}.old")
         if self.out.exists():
-            if not self.overwrite:
-                raise UserError(f"{self.out}: appeared while the corpus was written to {self.staging}")
             shutil.rmtree(old, ignore_errors=True)
             os.rename(self.out, old)
         os.rename(self.staging, self.out)
