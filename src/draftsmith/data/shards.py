@@ -8,6 +8,7 @@ DIR/manifest.json, report.json, rejected.jsonl and, for each split (train, held_
 Writing goes into a sibling directory that is moved into place when everything is on disk. Imports no torch.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ FORMAT = 1
 SPLITS = ("train", "held_out")
 _FILES = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8"), "anchors": np.dtype("<i4")}
 PIECE = 1 << 24  # tokens that are looked at together
+_SAMPLES, _SAMPLE = 256, 1 << 14  # so many pieces of so many tokens tell one corpus from another
 _BUFFER = 1 << 20  # bytes that each open file may hold back
 _OURS = {
     *("manifest.json", "report.json", "rejected.jsonl", "chat_template.jinja", *SPLITS),
@@ -91,6 +93,21 @@ class Corpus:
     def pieces(self) -> Iterator[np.ndarray]:
         """All tokens, PIECE at a time."""
         return (self._tokens[i : i + PIECE] for i in range(0, len(self._tokens), PIECE))
+
+
+def identity(*splits: Corpus) -> str:
+    """Tells corpora apart by what is in them, wherever they lie (sha256, 16 hex digits): the length and the anchors of
+    every document, and the tokens and mask of all documents or, in a large corpus, of pieces spread over it."""
+    digest = hashlib.sha256()
+    for split in splits:
+        for values in (split.offsets, split.anchor_counts):
+            digest.update(np.ascontiguousarray(values))
+        end = int(split.offsets[-1])
+        pieces = min(_SAMPLES, -(-end // _SAMPLE))
+        for start in np.linspace(0, max(0, end - _SAMPLE), pieces, dtype=np.int64).tolist():
+            for values in split.flat(start, start + _SAMPLE):
+                digest.update(values)
+    return digest.hexdigest()[:16]
 
 
 def read_manifest(directory: Path) -> Manifest:
