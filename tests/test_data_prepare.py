@@ -450,7 +450,7 @@ def test_two_commands_cannot_prepare_one_corpus(target, tmp_path):
     ShardWriter(tmp_path / "out", "y").discard()
 
 
-@pytest.mark.parametrize("key", ["tokenizer_hash", "vocab_size", "template_options"])
+@pytest.mark.parametrize("key", ["tokenizer_hash", "vocab_size", "template_options", "template_hash"])
 def test_a_manifest_that_lost_a_key_is_named(target, tmp_path, key):
     run(target, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", many(3)))
     path = tmp_path / "out" / "manifest.json"
@@ -458,6 +458,36 @@ def test_a_manifest_that_lost_a_key_is_named(target, tmp_path, key):
     del values[key]
     path.write_text(json.dumps(values))
     with pytest.raises(UserError, match=f"manifest.json: {key} is missing; prepare the corpus again"):
+        Corpus.open(tmp_path / "out", "train")
+
+
+def test_a_manifest_without_the_hash_of_its_template_is_refused(target, tmp_path):
+    """It would fit any target's template."""
+    run(target, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", many(3)))
+    path = tmp_path / "out" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"template_hash": None}))
+    with pytest.raises(UserError, match="manifest.json: template_hash is no str; prepare the corpus again"):
+        Corpus.open(tmp_path / "out", "train")
+
+
+ANCHORS = {
+    "negative": lambda anchors, mask: (anchors - 1000, mask),
+    "more than tokens": lambda anchors, mask: (anchors + 100_000, mask),
+    "others": lambda anchors, mask: (anchors - 1, mask),
+    "none": lambda anchors, mask: (anchors * 0, mask),
+    "none in the mask": lambda anchors, mask: (anchors, mask * 0),
+    "none in both": lambda anchors, mask: (anchors * 0, mask * 0),
+}
+
+
+@pytest.mark.parametrize("damage", ANCHORS)
+def test_anchors_that_the_mask_does_not_give_are_refused(target, tmp_path, damage):
+    run(target, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", many(100)))
+    paths = [tmp_path / "out" / "train" / name for name in ("anchors.bin", "mask.bin")]
+    parts = [np.fromfile(path, dtype) for path, dtype in zip(paths, ("<i4", "u1"), strict=True)]
+    for path, part, before in zip(paths, ANCHORS[damage](*parts), parts, strict=True):
+        part.astype(before.dtype).tofile(path)
+    with pytest.raises(UserError, match=r"train: (anchors.bin has|no document has anything).*prepare the corpus again"):
         Corpus.open(tmp_path / "out", "train")
 
 

@@ -224,7 +224,7 @@ class PlanCache:
 
 def _read_plan(path: Path, documents: int) -> list[list[int]] | None:
     try:
-        with np.load(path) as data:
+        with path.open("rb") as file, np.load(file) as data:
             order, ends = data["documents"], data["ends"]
         whole = np.array_equal(np.sort(order), np.arange(documents)) and ends[-1] == documents
         if whole and (np.diff(ends, prepend=0) > 0).all():

@@ -70,6 +70,7 @@ class Corpus:
         whole = len(self.offsets) and self.offsets[0] == 0 and self.offsets[-1] == len(self._tokens) == len(self._mask)
         if not whole or len(self.anchor_counts) != len(self.lengths) or (self.lengths < 0).any():
             raise UserError(f"{folder}: the files do not fit together; prepare the corpus again")
+        self._check_anchors(folder)
 
     @classmethod
     def open(cls, directory: Path, split: str) -> Self:
@@ -80,6 +81,20 @@ class Corpus:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def _check_anchors(self, folder: Path) -> None:
+        """UserError unless anchors.bin fits the lengths and, in a few documents, the mask: reading all of it takes long."""
+        some = np.unique(np.linspace(0, len(self) - 1, min(len(self), 64), dtype=np.int64)).tolist()
+        counts = self.anchor_counts
+        wrong = np.flatnonzero((counts < 0) | (counts > np.maximum(self.lengths - 1, 0))).tolist()
+        wrong += [i for i in some if count_anchors(self.document(i)[1]) != counts[i]]
+        if wrong:
+            raise UserError(
+                f"{folder}: anchors.bin has {counts[wrong[0]]} anchors for document {wrong[0]}, which its mask does not "
+                "give; prepare the corpus again"
+            )
+        if len(self) and not counts.any():
+            raise UserError(f"{folder}: no document has anything to train on; prepare the corpus again")
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32 [length], mask uint8 [length]) of one document, read-only views."""
@@ -120,8 +135,11 @@ def read_manifest(directory: Path) -> Manifest:
         raise UserError(f"{path}: corpus format {found!r}, this version reads {FORMAT}; {again}")
     needed = {"model": str, "tokenizer_hash": str, "vocab_size": int, "template_options": dict, "counts": dict}
     values = read_object(path, needed, again)
+    rendered = (directory / "chat_template.jinja").exists()  # without a template to compare any would pass
+    if "template_hash" not in values or rendered:
+        read_object(path, {"template_hash": str}, again)
     known = {f.name for f in fields(Manifest)}
-    return Manifest(**{"template_hash": None} | {name: value for name, value in values.items() if name in known})
+    return Manifest(**{name: value for name, value in values.items() if name in known})
 
 
 def check_free(out: Path, overwrite: bool) -> None:
