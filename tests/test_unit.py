@@ -214,3 +214,12 @@ def test_a_document_longer_than_a_unit_is_refused():
 def test_valid_anchors_need_two_supervised_tokens():
     assert valid_anchors(np.array([0, 1, 0, 1, 1, 1, 0, 1], np.uint8)).tolist() == [3, 4]
     assert valid_anchors(np.array([1], np.uint8)).tolist() == []
+
+
+def test_plans_are_not_kept_in_a_run_directory_that_is_gone(tmp_path):
+    corpus = random_corpus([30] * 8)
+    for run, kept in ((tmp_path / "run", True), (tmp_path / "gone", False)):
+        if kept:
+            run.mkdir()
+        UnitSequence(corpus, UnitShape(96, 12, 4, 0.5), 0, PlanCache(run / "plans" / "corpus")).unit(0)
+        assert run.exists() == kept == (run / "plans" / "corpus" / "epoch_0.npz").is_file()

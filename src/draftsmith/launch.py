@@ -114,7 +114,10 @@ def supervise(options: TrainOptions, config: Config, topology: Topology, path: P
     """Run the workers to the end; on one host, start again after a failure as often as asked."""
     console, resume = Console(), options.resume
     write_recipe(path, config)
-    single = hosts == (1, 1)
+    single, (fewest, most) = hosts == (1, 1), hosts
+    if not single:
+        more = f" or up to {most}, for half a minute" if most > fewest else ""
+        console.note(f"meeting at {options.rendezvous}: waits for {fewest} hosts{more}")
     for start in range(options.restarts + 1 if single else 1):
         with asking_to_stop(path):
             code = run_workers(options, topology, path, hosts, resume, console)
@@ -149,9 +152,6 @@ def run_workers(
         register_loopback()
     else:
         restarts.listen()
-        fewest, most = hosts
-        more = f" or up to {most}, for half a minute" if most > fewest else ""
-        console.note(f"meeting at {options.rendezvous}: waits for {fewest} hosts{more}")
         # With torch's shared store the workers of a second meeting would read the keys of the first.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     notes = private_directory()  # torch's; in the run directory a full disk would break the agent, too
