@@ -42,6 +42,8 @@ def written(tmp_path: Path, text: str) -> Path:
         (GOOD + "[optim]\nweight_decay = -1\n", r"optim\.weight_decay must not be negative"),
         (GOOD + "[drafter]\nlayers = true\n", r"drafter\.layers: .*True"),
         (GOOD + "[drafter]\nlayers = 1000000000\n", r"drafter\.layers must be at most 256"),
+        (GOOD + "[unit]\nper_step = 1000000000\n", r"unit\.per_step must be at most 65536"),
+        (GOOD + "[optim]\nepochs = 100000\n", r"optim\.epochs must be at most 1000"),
         (GOOD + "[drafter]\nwindow = -5\nsliding_layers = [0]\n", r"drafter\.window must be at least 1"),
         (GOOD + "[run]\nseed = 99999999999999999999\n", r"run\.seed must be at most"),
         ('[target]\nmodel = ""\n[data]\ncorpus = "c"\n', r"target\.model is empty"),

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -449,7 +450,7 @@ def test_two_commands_cannot_prepare_one_corpus(target, tmp_path):
     ShardWriter(tmp_path / "out", "y").discard()
 
 
-@pytest.mark.parametrize("key", ["tokenizer_hash", "vocab_size", "template_options"])
+@pytest.mark.parametrize("key", ["tokenizer_hash", "vocab_size", "template_options", "template_hash"])
 def test_a_manifest_that_lost_a_key_is_named(target, tmp_path, key):
     run(target, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", many(3)))
     path = tmp_path / "out" / "manifest.json"
@@ -457,6 +458,36 @@ def test_a_manifest_that_lost_a_key_is_named(target, tmp_path, key):
     del values[key]
     path.write_text(json.dumps(values))
     with pytest.raises(UserError, match=f"manifest.json: {key} is missing; prepare the corpus again"):
+        Corpus.open(tmp_path / "out", "train")
+
+
+def test_a_manifest_without_the_hash_of_its_template_is_refused(target, tmp_path):
+    """It would fit any target's template."""
+    run(target, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", many(3)))
+    path = tmp_path / "out" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"template_hash": None}))
+    with pytest.raises(UserError, match="manifest.json: template_hash is no str; prepare the corpus again"):
+        Corpus.open(tmp_path / "out", "train")
+
+
+ANCHORS = {
+    "negative": lambda anchors, mask: (anchors - 1000, mask),
+    "more than tokens": lambda anchors, mask: (anchors + 100_000, mask),
+    "others": lambda anchors, mask: (anchors - 1, mask),
+    "none": lambda anchors, mask: (anchors * 0, mask),
+    "none in the mask": lambda anchors, mask: (anchors, mask * 0),
+    "none in both": lambda anchors, mask: (anchors * 0, mask * 0),
+}
+
+
+@pytest.mark.parametrize("damage", ANCHORS)
+def test_anchors_that_the_mask_does_not_give_are_refused(target, tmp_path, damage):
+    run(target, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", many(100)))
+    paths = [tmp_path / "out" / "train" / name for name in ("anchors.bin", "mask.bin")]
+    parts = [np.fromfile(path, dtype) for path, dtype in zip(paths, ("<i4", "u1"), strict=True)]
+    for path, part, before in zip(paths, ANCHORS[damage](*parts), parts, strict=True):
+        part.astype(before.dtype).tofile(path)
+    with pytest.raises(UserError, match=r"train: (anchors.bin has|no document has anything).*prepare the corpus again"):
         Corpus.open(tmp_path / "out", "train")
 
 
@@ -486,6 +517,55 @@ def test_overwrite_replaces_when_the_new_one_is_complete(target, tmp_path):
     assert documents(tmp_path / "out") == before
     run(target, tmp_path / "out", write_jsonl(tmp_path / "c.jsonl", many(3, seed=5)), overwrite=True)
     assert len(documents(tmp_path / "out")) == 3
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def overwritten(place: Path, target: Path) -> dict[str, tuple[Path, Path, Path, str]]:
+    """Preparations that would replace what is no corpus: (target, source, out, refusal) of each."""
+    source, folder, model = write_jsonl(place / "s.jsonl", many(3)), place / "folder", place / "model"
+    shutil.copytree(target, model)
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", many(3))
+    (place / "other").mkdir()
+    (place / "other" / "thesis.txt").write_text("years of work")
+    run(target, place / "corpus", source, parquet=True)
+    (place / "link").symlink_to(place / "corpus")
+    run(target, place / "mine", source)
+    (place / "mine" / "train" / "recipe.toml").write_text("written by hand")
+    return {
+        "the source folder": (target, folder, folder, "holds .*a.jsonl, which this command reads"),
+        "a folder of the source": (target, folder / "a.jsonl", folder, "holds .*a.jsonl, which this command reads"),
+        "the source file": (target, source, source, "is read by this command and would be replaced"),
+        "the model": (model, source, model, "is read by this command and would be replaced"),
+        "a part of the corpus": (target, place / "corpus" / "train.parquet", place / "corpus", "holds .*train.parquet"),
+        "another folder": (target, source, place / "other", "no prepared corpus; name another --out"),
+        "another file": (target, source, place / "other" / "thesis.txt", "no prepared corpus; name another --out"),
+        "a link": (target, source, place / "link", "is a link"),
+        "a corpus with more in it": (target, source, place / "mine", "recipe.toml: is no part of the corpus"),
+    }
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_overwrite_replaces_a_corpus_and_nothing_else(target, tmp_path, overwrite):
+    cases = overwritten(tmp_path, target)
+    before = tree(tmp_path)
+    for name, (model, source, out, refusal) in cases.items():
+        with pytest.raises(UserError, match=refusal):
+            run(model, out, source, overwrite=overwrite)
+        assert tree(tmp_path) == before, name
+
+
+def test_what_appears_in_the_corpus_meanwhile_is_not_lost(target, tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", many(3))
+    run(target, tmp_path / "out", source)
+    note, commit = tmp_path / "out" / "note.txt", ShardWriter.commit
+    monkeypatch.setattr(ShardWriter, "commit", lambda *a: (note.write_text("by hand"), commit(*a)))
+    with pytest.raises(UserError, match="note.txt: is no part of the corpus"):
+        run(target, tmp_path / "out", source, overwrite=True)
+    assert note.read_text() == "by hand"
 
 
 def test_writer_and_corpus_agree(tmp_path):

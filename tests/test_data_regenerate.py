@@ -216,6 +216,24 @@ def test_rows_that_cannot_be_replied_to_are_counted_and_may_be_tried_again(tmp_p
     assert sum(server.asked.values()) == 1
 
 
+def test_overwrite_replaces_no_input(tmp_path):
+    """`--out` and the two files beside it."""
+    source = write_jsonl(tmp_path / "a.jsonl", talks(3))
+    beside = write_jsonl(tmp_path / "b.jsonl.rejected.jsonl", talks(3))
+    (tmp_path / "folder").mkdir()
+    before = source.read_bytes()
+    with serving() as server:
+        for origin, out in ((source, source), (beside, tmp_path / "b.jsonl")):
+            with pytest.raises(UserError, match="is read by this command and would be replaced"):
+                go(origin, out, server.url, overwrite=True)
+        with pytest.raises(UserError, match="folder: is no file"):
+            go(source, tmp_path / "folder", server.url, overwrite=True)
+        with pytest.raises(UserError, match="key: is read by this command"):
+            (tmp_path / "key").write_text("secret")
+            go(source, tmp_path / "key", server.url, overwrite=True, api_key_file=tmp_path / "key")
+    assert source.read_bytes() == beside.read_bytes() == before and not server.asked
+
+
 def test_unusable_answers(tmp_path):
     messages = [
         {"content": " "}, None, "text", {"content": 3}, {"content": [{"type": "text"}]}, {"content": "\ud800"},
@@ -266,7 +284,7 @@ def test_users_mistakes(options, tmp_path):
 
 def test_the_output_is_not_written_among_its_sources(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", talks(1))
-    with pytest.raises(UserError, match="lies in the source"):
+    with pytest.raises(UserError, match="lies in .*, which this command reads"):
         go(tmp_path, tmp_path / "out.jsonl", "http://localhost:1")
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 

@@ -25,7 +25,7 @@ from draftsmith.run import (
     write_json,
 )
 from draftsmith.train import train
-from draftsmith.worker import check_apart, check_recipes
+from draftsmith.worker import check_apart, check_corpora, check_recipes
 from pipeline import (
     agents_of,
     command,
@@ -125,7 +125,7 @@ def test_a_run_that_another_host_owns_can_be_joined_in_the_background(place, tmp
     elsewhere = {"pid": 1, "host": "elsewhere", "started": 1}
 
     def begin(attempt: int) -> None:
-        begin_attempt(run, c, attempt, [Owner(**elsewhere)])
+        begin_attempt(run, c, attempt, [Owner(**elsewhere)], same_launch=True)
         write_json(run / "running.json", elsewhere)
 
     class Launched:
@@ -201,6 +201,12 @@ def test_hosts_with_different_recipes_are_refused(place):
     check_recipes([recipes[0], recipes[1] | {"data.corpus": "/elsewhere"}])
     with pytest.raises(UserError, match="optim.steps is 6 on host 2 and 5 on host 0"):
         check_recipes(recipes)
+
+
+def test_hosts_with_different_corpora_are_refused():
+    check_corpora(["a", "a"])
+    with pytest.raises(UserError, match=r"another corpus on host 1 \(identity b\) than on host 0 \(a\); copy one"):
+        check_corpora(["a", "b"])
 
 
 def test_a_run_of_a_host_that_is_gone(tmp_path, place):

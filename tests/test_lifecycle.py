@@ -1,5 +1,6 @@
 """Stops, kills and restarts of real worker processes; checkpoints in the background."""
 
+import errno
 import json
 import os
 import platform
@@ -33,6 +34,8 @@ from draftsmith.run import (
     EXIT_TERMINATED,
     EXIT_USER,
     check_run,
+    open_run,
+    read_owner,
     write_json,
 )
 from draftsmith.train import train
@@ -449,3 +452,74 @@ def test_compile_workers_end_with_a_killed_launcher(place):
     kill(process.pid)
     process.stderr.close()
     until(lambda: not left_of(run), 30)
+
+
+# The run directory ----------------------------------------------------------------------------------------------------
+
+
+def test_of_launches_at_once_one_gets_the_directory(place, tmp_path):
+    c = recipe(place, steps=40)
+    for resume in ((), ("--resume",)):
+        both = [start(command(place, tmp_path / "run", c, "--unchecked", *resume)) for _ in range(2)]
+        said = [one.stderr.read() for one in both]
+        assert sorted(one.wait() for one in both) == [EXIT_DONE, EXIT_USER], said
+        if not resume:
+            shutil.rmtree(tmp_path / "run" / "checkpoints")
+
+
+def test_a_copy_of_a_run_that_is_trained_is_nobodys(place, tmp_path):
+    run = open_run(tmp_path / "run", recipe(place), False)
+    assert read_owner(run.path) is not None
+    shutil.copytree(run.path, tmp_path / "copy")
+    assert read_owner(tmp_path / "copy") is None
+    run.path.rename(tmp_path / "moved")
+    assert read_owner(tmp_path / "moved") is not None
+
+
+def test_a_full_disk_before_the_run_began_leaves_room_for_it(place, tmp_path, monkeypatch):
+    c, write = recipe(place), Path.write_text
+
+    def full(self, *rest):
+        write(self, "half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match="cannot be written: .*No space left"):
+        open_run(tmp_path / "run", c, False)
+    monkeypatch.undo()
+    assert open_run(tmp_path / "run", c, False).attempt == 0
+
+
+def test_a_file_in_the_way_of_the_run_directory(place, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        out = subprocess.run(command(place, path, recipe(place)), capture_output=True, text=True, check=False)
+        assert (
+            out.returncode == EXIT_USER
+            and f"{path}: cannot be a run directory, {tmp_path}/file is a file" in out.stderr
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_threads_at_once(place, tmp_path, number):
+    c = recipe(place, 1, 2, steps=100_000, log_every=10)
+    process = start(command(place, tmp_path / "run", c, "--unchecked"))
+    read_until(process, "step ")
+    process.send_signal(number)
+    read_until(process, "stopping after this step")
+    process.send_signal(number)
+    said = process.stderr.read()
+    assert process.wait() in (128 + number, EXIT_STOPPED), said  # it may have stopped by then
+    assert "Traceback" not in said and "terminate called" not in said
+
+
+def test_a_stop_asked_for_before_the_next_attempt_has_begun_is_obeyed(place, tmp_path):
+    run = tmp_path / "run"
+    argv = command(place, run, recipe(place, 1, 1, "processes", steps=100_000, save_every=5), "--unchecked")
+    process = start([*argv, "--restarts", "1"])
+    until(lambda: checkpoint.list_checkpoints(run))
+    kill(pids(run)["target0"])
+    read_until(process, "starting again")
+    process.terminate()
+    said = process.stderr.read()
+    assert process.wait() == 128 + signal.SIGTERM and "ended at once by SIGTERM" in said, said

@@ -28,7 +28,7 @@ from draftsmith.options import InitOptions, TrainOptions
 from draftsmith.run import EXIT_DONE, EXIT_STOPPED
 from draftsmith.train import train
 from pipeline import records
-from toy import toy_place, toy_target
+from toy import toy_conversations, toy_place, toy_target
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +294,38 @@ def test_a_run_directory_is_never_overwritten_and_a_resumed_recipe_stays(place, 
         (run / "config.json").write_text(damage)
         with pytest.raises(UserError, match="config.json: .*damaged"):
             train(recipe(place, steps=2), run, resume=True)
+
+
+def test_a_run_keeps_its_corpus_wherever_that_lies(place, tmp_path):
+    """Other documents are refused and do not get the plans of the old ones; a copy, and the same prepared again, pass."""
+    run, c = tmp_path / "run", recipe(place, steps=6, evaluate_every=0, stop_after=2)
+    at = lambda corpus, **keys: replace(  # noqa: E731
+        c, data=config.DataConfig(str(corpus)), run=replace(c.run, **({"stop_after": 0} | keys))
+    )
+    other = tmp_path / "other"
+    chat = toy_conversations(tmp_path / "chat.jsonl", count=60, seed=1)
+    prepare(PrepareOptions((str(chat),), str(place / "target"), other, held_out=0.1))
+    assert train(c, run) == EXIT_STOPPED
+    with pytest.raises(
+        UserError, match=r"step_2: was trained on another corpus .*other now holds .*; point data.corpus"
+    ):
+        train(at(other), run, resume=True)
+    shutil.copytree(place / "corpus", tmp_path / "copy")
+    assert train(at(tmp_path / "copy", stop_after=4), run, resume=True) == EXIT_STOPPED
+
+    state = run / "checkpoints" / "step_4" / "state.json"
+    written = json.loads(state.read_text())
+    del written["corpus"]  # as before it was kept
+    state.write_text(json.dumps(written))
+    prepare(PrepareOptions((str(place / "chat.jsonl"),), str(place / "target"), tmp_path / "again", held_out=0.1))
+    assert train(at(tmp_path / "again"), run, resume=True) == EXIT_DONE
+    assert train(replace(c, run=replace(c.run, stop_after=0)), tmp_path / "whole") == EXIT_DONE
+    assert losses(run)[6] == losses(tmp_path / "whole")[6]
+
+    shutil.rmtree(run / "checkpoints")  # ended before the first one
+    assert train(at(other), run, resume=True) == EXIT_DONE
+    assert train(at(other), tmp_path / "other_run") == EXIT_DONE
+    assert losses(run)[6] == losses(tmp_path / "other_run")[6]
 
 
 def test_sigterm_checkpoints_and_exits_3_and_resume_finishes(place, tmp_path):

@@ -1,6 +1,7 @@
 """The unit law: purity, golden values, packing on both budgets, anchors, labels, fair shares."""
 
 import hashlib
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,28 @@ def test_a_plan_that_cannot_be_kept_is_made_anew(tmp_path):
     corpus = random_corpus([30, 50, 20, 40, 44, 61])
     kept = UnitSequence(corpus, SHAPE, seed=1, plans=PlanCache(tmp_path / "file" / "plans"))
     assert np.array_equal(kept.unit(5).ids, UnitSequence(corpus, SHAPE, seed=1).unit(5).ids)
+
+
+def damaged_plans(whole: bytes) -> dict[str, bytes]:
+    swapped, short = io.BytesIO(), io.BytesIO()
+    with np.load(io.BytesIO(whole)) as data:
+        np.savez(swapped, documents=data["documents"] + 1, ends=data["ends"])
+        np.savez(short, documents=data["documents"], ends=data["ends"][::-1])
+    return {
+        "empty": b"", "text": b"no plan", "cut": whole[:-30], "a byte": whole[:150] + b"\xff" + whole[151:],
+        "documents that are not there": swapped.getvalue(), "ends in no order": short.getvalue(),
+    }  # fmt: skip
+
+
+def test_a_damaged_plan_is_made_anew(tmp_path):
+    corpus = random_corpus([30, 50, 20, 140, 144, 61])
+    sequence = lambda: UnitSequence(corpus, SHAPE, seed=1, plans=PlanCache(tmp_path))  # noqa: E731
+    rows, file = sequence().rows_in_epoch(0), tmp_path / "epoch_0.npz"
+    whole, unit = file.read_bytes(), digest(sequence().unit(0))
+    for name, damage in damaged_plans(whole).items():
+        file.write_bytes(damage)
+        assert digest(sequence().unit(0)) == unit and sequence().rows_in_epoch(0) == rows, name
+        assert np.load(file)["documents"].tolist() == np.load(io.BytesIO(whole))["documents"].tolist()
 
 
 def test_counter_hash_golden():
@@ -191,3 +214,12 @@ def test_a_document_longer_than_a_unit_is_refused():
 def test_valid_anchors_need_two_supervised_tokens():
     assert valid_anchors(np.array([0, 1, 0, 1, 1, 1, 0, 1], np.uint8)).tolist() == [3, 4]
     assert valid_anchors(np.array([1], np.uint8)).tolist() == []
+
+
+def test_plans_are_not_kept_in_a_run_directory_that_is_gone(tmp_path):
+    corpus = random_corpus([30] * 8)
+    for run, kept in ((tmp_path / "run", True), (tmp_path / "gone", False)):
+        if kept:
+            run.mkdir()
+        UnitSequence(corpus, UnitShape(96, 12, 4, 0.5), 0, PlanCache(run / "plans" / "corpus")).unit(0)
+        assert run.exists() == kept == (run / "plans" / "corpus" / "epoch_0.npz").is_file()

@@ -21,8 +21,8 @@ SinkName = Literal["tensorboard", "wandb"]
 
 # A slip of the finger must not ask for memory or threads that no machine has; other numbers end at 2^53.
 MOST = {
-    "drafter.layers": 256, "drafter.block": 1024, "unit.tokens": 2**24 - 1, "unit.anchors": 2**20, "optim.lr": 1000,
-    "optim.epochs": 100_000, "optim.steps": 10**9, "run.save_minutes": 10**7, "run.time_limit": 10**7,
+    "drafter.layers": 256, "drafter.block": 1024, "unit.tokens": 2**24 - 1, "unit.anchors": 2**20, "unit.per_step": 2**16,
+    "optim.lr": 1000, "optim.epochs": 1000, "optim.steps": 10**9, "run.save_minutes": 10**7, "run.time_limit": 10**7,
     "topology.first_patience": 10**8, "topology.patience": 10**8, "run.threads": 1024,
     "topology.targets": 1024, "topology.trainers": 1024, "topology.slots": 1024,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +123,8 @@ def _write(out: Path, text: str) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
+        with suppress(OSError):
+            out.unlink(missing_ok=True)  # half a recipe
         raise UserError(f"{out}: cannot be written: {error}") from None
 
 

@@ -4,6 +4,7 @@ Every worker of a run opens its own Job; what it holds is a pure function of the
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from draftsmith import models
 from draftsmith.config import Config
 from draftsmith.console import ShowProgress, no_progress
-from draftsmith.data.shards import Corpus
+from draftsmith.data.shards import Corpus, identity
 from draftsmith.data.template import check_matches
 from draftsmith.drafters.dflash import DFlash, DFlashShape, init_random
 from draftsmith.drafters.init import init_from_target
@@ -54,9 +55,15 @@ class Job:
     shape: UnitShape
     drafter: DFlashShape
 
+    @cached_property
+    def corpus_identity(self) -> str:
+        """The same wherever the corpus lies (shards.py)."""
+        return identity(self.corpus, self.held_out)
+
     def units(self, run: Path) -> UnitSequence:
         """The training sequence; plans are kept in `run`. Not for several threads at once: one for each."""
-        return UnitSequence(self.corpus, self.shape, self.config.run.seed, PlanCache(run / "plans"))
+        plans = PlanCache(run / "plans" / self.corpus_identity)
+        return UnitSequence(self.corpus, self.shape, self.config.run.seed, plans)
 
     def plan(self, units: UnitSequence, place: Place, start: int) -> Plan:
         """The steps that are left; a target's trainer number means nothing."""

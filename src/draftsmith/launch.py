@@ -16,13 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from draftsmith.config import Config
 from draftsmith.console import Console
 from draftsmith.errors import UserError
 from draftsmith.failure import Failure, Restarts, explain, first_failure, out_of_memory_kills
+from draftsmith.mailbox import PeerLost
 from draftsmith.options import StopOptions, TrainOptions
 from draftsmith.profile import check_in_run, profiled_steps
 from draftsmith.run import (
@@ -32,8 +33,10 @@ from draftsmith.run import (
     EXIT_USER,
     RunDirectory,
     attempt_of,
+    check_directory,
     check_run,
     last_attempt,
+    process,
     read_outcome,
     read_owner,
     write_json,
@@ -51,6 +54,7 @@ def launch(options: TrainOptions, config: Config) -> int:
 
     path = options.run or Path("runs") / options.recipe.stem
     check_options(options)
+    check_directory(path)
     if options.topology == "auto":
         from draftsmith.plan import best_topology
 
@@ -64,7 +68,18 @@ def launch(options: TrainOptions, config: Config) -> int:
 
         refuse_unfit(config, path)
     if hosts == (1, 1) and topology.processes == 1 and not options.restarts and not options.detach:
-        return run_host(config, path, options.resume, Console(), options.profile)
+        try:
+            return run_host(config, path, options.resume, Console(), options.profile)
+        except PeerLost as error:
+            say(str(error))
+            return EXIT_FAILED
+        except (
+            KeyboardInterrupt,
+            SystemExit,
+        ) as ended:  # by a second signal; threads that still run break a usual exit
+            number = signal.SIGINT if isinstance(ended, KeyboardInterrupt) else signal.SIGTERM
+            say(f"ended at once by {number.name}")
+            os._exit(128 + number)
     open_job(config)
     if hosts == (1, 1):  # of several, another one may have begun the run
         check_run(path, config, options.resume)
@@ -99,7 +114,10 @@ def supervise(options: TrainOptions, config: Config, topology: Topology, path: P
     """Run the workers to the end; on one host, start again after a failure as often as asked."""
     console, resume = Console(), options.resume
     write_recipe(path, config)
-    single = hosts == (1, 1)
+    single, (fewest, most) = hosts == (1, 1), hosts
+    if not single:
+        more = f" or up to {most}, for half a minute" if most > fewest else ""
+        console.note(f"meeting at {options.rendezvous}: waits for {fewest} hosts{more}")
     for start in range(options.restarts + 1 if single else 1):
         with asking_to_stop(path):
             code = run_workers(options, topology, path, hosts, resume, console)
@@ -201,13 +219,12 @@ def asking_to_stop(path: Path) -> Iterator[None]:
 
     def ask(number: int, _frame: object) -> None:
         nonlocal asked
-        if asked or not (path / "running.json").exists():
-            Console().output.show_cursor()
-            Console().note(f"draftsmith train: ended at once by {signal.Signals(number).name}")
+        if asked or not has_begun(path):
+            say(f"ended at once by {signal.Signals(number).name}")
             os._exit(128 + number)
         asked = True
         (path / "stop").touch()
-        Console().note("draftsmith train: stopping after this step; once more ends at once")
+        say("stopping after this step; once more ends at once")
 
     old = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -215,6 +232,19 @@ def asking_to_stop(path: Path) -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def has_begun(path: Path) -> bool:
+    """This launcher's workers train: an attempt that took the directory would throw away a stop asked for before."""
+    owner, last = read_owner(path), last_attempt(path)
+    return owner is not None and owner.is_alive() and last is not None and process(os.getpid()) in last[1]
+
+
+def say(text: str) -> None:
+    """To the terminal, also from a signal's handler, which may have interrupted rich in the middle of its own work."""
+    show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress display hides it
+    with suppress(OSError):
+        os.write(2, f"{show_cursor}draftsmith train: {text}\n".encode())
 
 
 def own_address(rendezvous: str) -> str:
@@ -253,6 +283,7 @@ def detach(options: TrainOptions, config: Config, path: Path) -> int:
     argv += ["--rendezvous", options.rendezvous] if options.rendezvous else []
     argv += ["--profile", options.profile] if options.profile else []
     log = path / "logs" / "launcher.log"
+    print(f"starting; what it says: {log}", flush=True)
     with log.open("ab") as out:
         before = log.stat().st_size
         process = subprocess.Popen(
@@ -261,7 +292,7 @@ def detach(options: TrainOptions, config: Config, path: Path) -> int:
     while process.poll() is None:
         owner = read_owner(path)
         if owner is not None and owner.is_alive() and last_attempt(path) != attempt_before:
-            print(f"training in {path} as process {process.pid}; its lines: {log}")
+            print(f"training in {path} as process {process.pid}")
             print(f"draftsmith watch {path} | draftsmith status {path} | draftsmith stop {path}")
             return EXIT_DONE
         time.sleep(0.1)

@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from draftsmith import __version__
 from draftsmith.config import Config
-from draftsmith.disk import read_object
+from draftsmith.disk import lock, read_object
 from draftsmith.errors import UserError
 
 # Keys that may differ when a run goes on: none of them changes which units are seen or what an update does.
@@ -25,7 +25,8 @@ MAY_CHANGE = {
 }  # fmt: skip
 MAY_CHANGE_SECTION = "topology."  # how the workers are spread
 
-BEFORE = {"logs", "doctor.json"}  # what a launcher and the doctor leave in a directory that no run has begun in
+# What a launcher, the doctor, or a run that could not begin leave in a directory that no run has begun in.
+BEFORE = {"logs", "doctor.json", ".lock"}
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
 # Of worker processes: ended because another worker did, and told to end.
@@ -57,6 +58,8 @@ class Owner:
     pid: int
     host: str
     started: int
+    directory: str = ""
+    """Of running.json: what a copy of the run directory has not."""
 
     def is_here(self) -> bool:
         return self.host == platform.node()
@@ -71,15 +74,22 @@ def open_run(path: Path, config: Config, resume: bool) -> RunDirectory:
     return begin_attempt(path, config, check_run(path, config, resume))
 
 
-def begin_attempt(path: Path, config: Config, attempt: int, launchers: Sequence[Owner] = ()) -> RunDirectory:
-    """Take the directory for attempt `attempt`, started by `launchers` (of worker processes, one a host)."""
+def begin_attempt(
+    path: Path, config: Config, attempt: int, launchers: Sequence[Owner] = (), same_launch: bool = False
+) -> RunDirectory:
+    """Take the directory for attempt `attempt`, started by `launchers` (of worker processes, one a host); of several
+    that take it at once one gets it."""
     try:
         for part in ("events", "checkpoints", f"logs/attempt_{attempt}"):
             (path / part).mkdir(parents=True, exist_ok=True)
-        (path / "stop").unlink(missing_ok=True)
-        about = {"attempt": attempt, "launchers": [asdict(one) for one in launchers], "provenance": provenance()}
-        write_json(path / "config.json", {"recipe": config.to_dict(), **about})
-        write_json(path / "running.json", asdict(process(os.getpid())))
+        with (path / ".lock").open("w") as file:
+            lock(file, str(path))
+            if not same_launch:
+                check_free(path)
+            (path / "stop").unlink(missing_ok=True)
+            about = {"attempt": attempt, "launchers": [asdict(one) for one in launchers], "provenance": provenance()}
+            write_json(path / "config.json", {"recipe": config.to_dict(), **about})
+            write_json(path / "running.json", asdict(replace(process(os.getpid()), directory=identity(path))))
     except OSError as error:
         raise UserError(f"{path}: the run directory cannot be written: {error}") from None
     return RunDirectory(path, attempt)
@@ -96,17 +106,41 @@ def check_run(path: Path, config: Config, resume: bool, same_launch: bool = Fals
             raise UserError(f"{path}: there is no run to resume here (no config.json)")
         old = read_written(path)
         _compare(flatten(old["recipe"]), flatten(config.to_dict()), written)
-    elif path.exists() and any(p.name not in BEFORE for p in path.iterdir()):
+    elif path.exists() and any(p.name not in BEFORE and not is_empty(p) for p in path.iterdir()):
         raise UserError(
             f"{path}: already holds a run; go on with --resume, name another with --run, or delete it yourself"
         )
+    if not same_launch:
+        check_free(path)
+    return old["attempt"] + 1 if resume else 0
+
+
+def check_directory(path: Path) -> None:
+    """UserError where a file stands in the way of the run directory."""
+    file = next((place for place in (path, *path.parents) if place.is_file()), None)
+    if file is not None:
+        raise UserError(f"{path}: cannot be a run directory, {file} is a file; name another with --run")
+
+
+def check_free(path: Path) -> None:
+    """UserError where another process trains in the directory."""
     owner = read_owner(path)
-    if owner is not None and owner.pid != os.getpid() and owner.is_alive() and not same_launch:
+    if owner is not None and owner.pid != os.getpid() and owner.is_alive():
         known = "" if owner.is_here() else f"; if it is not, delete {path / 'running.json'}"
         raise UserError(
             f"{path}: is being trained by process {owner.pid} on {owner.host}; `draftsmith stop {path}` ends it{known}"
         )
-    return old["attempt"] + 1 if resume else 0
+
+
+def is_empty(path: Path) -> bool:
+    """A directory without any file below it."""
+    return path.is_dir() and not any(below.is_file() for below in path.rglob("*"))
+
+
+def identity(path: Path) -> str:
+    """What tells a directory from a copy of it, and not from itself under another name."""
+    status = path.stat()
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def join_run(path: Path, config: Config, attempt: int, launchers: Sequence[Owner]) -> RunDirectory:
@@ -150,13 +184,14 @@ def read_outcome(run: RunDirectory) -> int:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Who trains in this run directory, by its own word; None if nobody does."""
+    """Who trains in this run directory, by its own word; None if nobody does, or does in that which this is a copy of."""
     try:
-        return Owner(**json.loads((path / "running.json").read_text()))
+        owner = Owner(**json.loads((path / "running.json").read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path / 'running.json'}: cannot be read: {error}") from None
+        raise UserError(f"{path / 'running.json'}: cannot be read: {error}; delete it if nobody trains there") from None
+    return None if owner.is_here() and owner.directory not in ("", identity(path)) else owner
 
 
 def process(pid: int) -> Owner:
@@ -210,8 +245,12 @@ def _git_commit() -> str | None:
 def write_json(path: Path, value: Any) -> None:
     """Complete or absent, also where processes of several hosts write it, which may have one process number."""
     temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1))
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(value, indent=1))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -180,7 +180,10 @@ def set_up(worker: Worker, events: EventLog) -> Workshop:
         worker.console.note(
             f"unit.per_step = {plan.per_step} over {place.trainers} trainers is uneven: some wait for others"
         )
-    about = {"unit_law": UNIT_LAW, "recipe": c.to_dict(), "recipe_hash": config_hash(c), "provenance": provenance()}
+    about = {
+        "unit_law": UNIT_LAW, "corpus": job.corpus_identity, "recipe": c.to_dict(), "recipe_hash": config_hash(c),
+        "provenance": provenance(),
+    }  # fmt: skip
     s = step.static
     if target is not None:
         taps: Taps = OwnTaps(lambda: target.prefill(s.ids, s.positions, s.documents, s.taps), events)
@@ -208,7 +211,7 @@ def restore(worker: Worker, step: TrainStep) -> int:
     newest = max(steps)
     source = steps.index(newest)
     if newest and source == worker.place.number:
-        check_unit_law(found[-1])
+        check_same_units(found[-1], worker.job)
         checkpoint.restore(found[-1], step)
     if not worker.member.alone:
         adamw = step.adamw
@@ -219,11 +222,17 @@ def restore(worker: Worker, step: TrainStep) -> int:
     return newest
 
 
-def check_unit_law(found: Checkpoint) -> None:
-    """A run goes on only under the unit law it began with, else it would see other units."""
+def check_same_units(found: Checkpoint, job: Job) -> None:
+    """A run goes on only under the unit law and on the corpus it began with, else it would see other units."""
     law = found.state.get("unit_law")
     if law != UNIT_LAW:
         raise UserError(f"{found.path}: was trained under unit law {law}, this version has {UNIT_LAW}; start a new run")
+    corpus = found.state.get("corpus", job.corpus_identity)  # checkpoints of before this was written have none
+    if corpus != job.corpus_identity:
+        raise UserError(
+            f"{found.path}: was trained on another corpus (identity {corpus}) than {job.config.data.corpus} now holds "
+            f"({job.corpus_identity}); point data.corpus at the one the run began with, or start a new run"
+        )
 
 
 def take(shop: Workshop, loader: Loader[int], interval: Interval, number: int) -> Unit:

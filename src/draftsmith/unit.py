@@ -7,10 +7,12 @@ versions and thread counts cannot change them; UNIT_LAW names the algorithm and 
 
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -187,35 +189,50 @@ class UnitSequence:
 
     def _rows(self, epoch: int) -> list[list[int]]:
         if self._epoch is None or self._epoch[0] != epoch:
-            rows = self._plans.get(epoch, lambda: plan_epoch(self.corpus, self.shape, self.seed, epoch))
+            plan = lambda: plan_epoch(self.corpus, self.shape, self.seed, epoch)  # noqa: E731
+            rows = self._plans.get(epoch, len(self.corpus.lengths), plan)
             self._epoch = (epoch, rows)
         return self._epoch[1]
 
 
 class PlanCache:
-    """Keeps planned epochs, in `directory` (one .npz an epoch, complete or absent) or, with None, nowhere."""
+    """Keeps planned epochs of one corpus, shape and seed, in `directory` (one .npz an epoch, complete or absent) or, with
+    None, nowhere. A file that does not hold every document once is planned anew."""
 
-    def __init__(self, directory):
+    def __init__(self, directory: Path | None):
         self.directory = directory
 
-    def get(self, epoch: int, plan) -> list[list[int]]:
+    def get(self, epoch: int, documents: int, plan: Callable[[], list[list[int]]]) -> list[list[int]]:
+        """The rows of an epoch of a corpus of so many documents."""
         if self.directory is None:
             return plan()
         path = self.directory / f"epoch_{epoch}.npz"
-        if path.exists():
-            with np.load(path) as data:
-                return [row.tolist() for row in np.split(data["documents"], data["ends"][:-1])]
+        if (kept := _read_plan(path, documents)) is not None:
+            return kept
         rows = plan()
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{id(rows):x}.npz")
         ends = np.cumsum([len(r) for r in rows])
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            for place in (self.directory.parent, self.directory):
+                place.mkdir(exist_ok=True)  # without parents: a run directory that is gone is not made again
             np.savez(temporary, documents=np.concatenate([np.asarray(r, np.int64) for r in rows]), ends=ends)
             temporary.replace(path)
         except OSError:  # a full disk: others plan anew, and the next checkpoint says what is wrong
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
         return rows
+
+
+def _read_plan(path: Path, documents: int) -> list[list[int]] | None:
+    try:
+        with path.open("rb") as file, np.load(file) as data:
+            order, ends = data["documents"], data["ends"]
+        whole = np.array_equal(np.sort(order), np.arange(documents)) and ends[-1] == documents
+        if whole and (np.diff(ends, prepend=0) > 0).all():
+            return [row.tolist() for row in np.split(order, ends[:-1])]
+    except (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, BadZipFile):
+        pass  # none yet, or not what was written
+    return None
 
 
 def check_documents(corpus: Documents, shape: UnitShape) -> None:

@@ -30,7 +30,7 @@ from draftsmith.config import Config
 from draftsmith.console import Console, Output
 from draftsmith.errors import UserError
 from draftsmith.host import Mail, Notes, log_name, patience_of, run_places
-from draftsmith.job import open_job, topology_of
+from draftsmith.job import Job, open_job, topology_of
 from draftsmith.loop import StopRequest
 from draftsmith.mailbox import PeerLost
 from draftsmith.options import WorkerOptions
@@ -125,7 +125,7 @@ def work(argv: list[str]) -> int:
     job = open_job(config)
     hosts, host = size // per_host, rank // per_host
     world = World.join(rank, size, max(0, restart), hosts, min(MEETING_SECONDS, config.topology.first_patience))
-    run, resumes = open_together(world, options, config, local)
+    run, resumes = open_together(world, options, job, local)
     try:
         places = [Place(topology, i, host, hosts) for i in (range(topology.workers) if topology.threads else [local])]
         console = redirect(run, places)
@@ -170,23 +170,25 @@ def leads(topology: Topology, local: int) -> bool:
     return topology.threads or local >= topology.targets
 
 
-def open_together(world: World, options: WorkerOptions, config: Config, local: int) -> tuple[RunDirectory, bool]:
+def open_together(world: World, options: WorkerOptions, job: Job, local: int) -> tuple[RunDirectory, bool]:
     """The first process opens the run directory for all; each host has it too, in the same place or in one of its own.
 
     Workers whose launchers have started this run before go on with it: after a failure, or when a host has come or gone.
     Returns the directory and whether the run goes on.
     """
-    path = options.run or Path("runs") / options.recipe.stem
-    here = (last_attempt(path), process(os.getppid()), flatten(config.to_dict())) if local == 0 else None
+    path, config = options.run or Path("runs") / options.recipe.stem, job.config
+    about = (flatten(config.to_dict()), job.corpus_identity)
+    here = (last_attempt(path), process(os.getppid()), *about) if local == 0 else None
     hosts = [host for host in world.gather(here) if host is not None]
-    check_recipes([recipe for _, _, recipe in hosts])
-    launchers, before = [launcher for _, launcher, _ in hosts], [last for last, _, _ in hosts if last is not None]
+    check_recipes([recipe for _, _, recipe, _ in hosts])
+    check_corpora([corpus for *_, corpus in hosts])
+    launchers, before = [launcher for _, launcher, *_ in hosts], [last for last, *_ in hosts if last is not None]
     again = any(one in launchers for _, started_by in before for one in started_by)
     resume = options.resume or again
     attempt = max((number + 1 for number, _ in before), default=0)
     own = resume and (here is None or here[0] is not None or not before)  # else another host's directory holds the run
     agree(world, local == 0, lambda: check_run(path, config, own, same_launch=again))
-    agree(world, world.rank == 0, lambda: begin_attempt(path, config, attempt, launchers))
+    agree(world, world.rank == 0, lambda: begin_attempt(path, config, attempt, launchers, again))
     agree(world, local == 0 and world.rank != 0, lambda: join_run(path, config, attempt, launchers))
     return RunDirectory(path, attempt), resume
 
@@ -199,6 +201,16 @@ def check_recipes(recipes: list[dict[str, Any]]) -> None:
                 raise UserError(
                     f"{key} is {recipe[key]!r} on host {host} and {recipes[0][key]!r} on host 0; give all hosts one recipe"
                 )
+
+
+def check_corpora(identities: list[str]) -> None:
+    """All hosts must hold the same documents, wherever they lie."""
+    for host, corpus in enumerate(identities):
+        if corpus != identities[0]:
+            raise UserError(
+                f"data.corpus holds another corpus on host {host} (identity {corpus}) than on host 0 ({identities[0]}); "
+                "copy one of them to all hosts"
+            )
 
 
 def agree(world: World, acts: bool, action: Callable[[], object]) -> None:
@@ -223,6 +235,10 @@ def redirect(run: RunDirectory, places: list[Place]) -> Notes:
         os.dup2(log.fileno(), descriptor)
     faulthandler.enable(log)
     console = Console(Output(file=terminal, highlight=False))
+    if places[0].local == 0 and places[0].host > 0:
+        console.note(
+            f"host {places[0].host} of {places[0].hosts} has joined; host 0 shows the run, {run.logs} has its own lines"
+        )
     if len(places) == 1 and places[0].role == "target":
         console.note(f"{places[0].name} loads on {places[0].device}; its lines: {log.name}")
     return Notes(log, console if any(place.is_first for place in places) else None)

@@ -57,7 +57,7 @@ class PrepareOptions:
     parquet: bool = False
     """Also write train.parquet and held_out.parquet beside the shards, for other tools."""
     overwrite: bool = False
-    """Replace an existing corpus, once the new one is complete."""
+    """Replace an existing corpus (nothing else), once the new one is complete."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model's tokenizer."""
 

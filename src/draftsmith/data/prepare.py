@@ -58,6 +58,7 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> PrepareR
     _check(options)
     files, remarks = sources.expand(options.sources, options.format)
     directory = models.resolve(options.model, options.revision)
+    sources.check_apart(options.out, files, (directory, options.chat_template))
     now = datetime.now(UTC).isoformat(timespec="seconds")
     side = load_text_side(directory, options.chat_template, options.template_options, options.trust_remote_code, now)
     _announce(console, files, remarks)

@@ -114,10 +114,12 @@ def regenerate(options: RegenerateOptions, console: Console | None = None) -> Re
     files, remarks = sources.expand(options.sources, options.format)
     if any(file.path is None for file in files):
         raise UserError("regenerate reads its sources twice: give files, not standard input or a hub id")
+    for out in (options.out, _beside(options.out, "rejected"), _beside(options.out, "journal")):
+        sources.check_apart(out, files, (options.chat_template, options.api_key_file))
     if console:
         for remark in remarks:
             console.note(remark)
-    journal = Journal(options.out.with_name(f"{options.out.name}.journal.jsonl"), _fingerprint(options, files))
+    journal = Journal(_beside(options.out, "journal"), _fingerprint(options, files))
     job = _Job(options, files, journal)
     try:
         job.collect(console or Console(_silent()))
@@ -205,7 +207,7 @@ class _Job:
     def write(self) -> RegenerateReport:
         """OUT and OUT.rejected.jsonl, complete or absent; the journal goes unless rows failed, which may be tried again."""
         out = self.options.out
-        refused = out.with_name(f"{out.name}.rejected.jsonl")
+        refused = _beside(out, "rejected")
         rows_in = written = 0
         parts = [path.with_name(f".{path.name}.tmp") for path in (out, refused)]
         with open(parts[0], "w", encoding="utf-8") as good, open(parts[1], "w", encoding="utf-8") as bad:
@@ -285,6 +287,10 @@ def _parse(row: Any, rules: RowRules, columnar: bool) -> Conversation | Rejectio
     )
 
 
+def _beside(out: Path, what: str) -> Path:
+    return out.with_name(f"{out.name}.{what}.jsonl")
+
+
 def _check(options: RegenerateOptions) -> None:
     if options.endpoint is None and options.model is None:
         raise UserError(
@@ -292,13 +298,16 @@ def _check(options: RegenerateOptions) -> None:
         )
     if options.endpoint is not None and not options.endpoint.startswith(("http://", "https://")):
         raise UserError(f"--endpoint {options.endpoint}: must begin with http:// or https://")
+    if options.out.exists() and not options.out.is_file():
+        raise UserError(f"{options.out}: is no file; name the file to write")
     if options.out.exists() and not options.overwrite:
         raise UserError(f"{options.out}: exists already; name another file, or add --overwrite")
     if not options.out.absolute().parent.is_dir():
         raise UserError(f"{options.out}: its folder does not exist")
-    inside = [s for s in options.sources if Path(s).is_dir() and Path(s).resolve() in options.out.resolve().parents]
+    folders = (*options.sources, *((options.model,) if options.model and not options.endpoint else ()))
+    inside = [f for f in folders if Path(f).is_dir() and Path(f).resolve() in options.out.resolve().parents]
     if inside:
-        raise UserError(f"{options.out}: lies in the source {inside[0]}, which would then be read; write it elsewhere")
+        raise UserError(f"{options.out}: lies in {inside[0]}, which this command reads; write it elsewhere")
     rules = [
         (options.concurrency >= 1, "--concurrency", "must be at least 1"),
         (options.retries >= 0, "--retries", "must not be negative"),

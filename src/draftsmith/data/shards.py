@@ -8,6 +8,7 @@ DIR/manifest.json, report.json, rejected.jsonl and, for each split (train, held_
 Writing goes into a sibling directory that is moved into place when everything is on disk. Imports no torch.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -25,7 +26,14 @@ FORMAT = 1
 SPLITS = ("train", "held_out")
 _FILES = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8"), "anchors": np.dtype("<i4")}
 PIECE = 1 << 24  # tokens that are looked at together
+_SAMPLES, _SAMPLE = 256, 1 << 14  # so many pieces of so many tokens tell one corpus from another
 _BUFFER = 1 << 20  # bytes that each open file may hold back
+_OURS = {
+    *("manifest.json", "report.json", "rejected.jsonl", "chat_template.jinja", *SPLITS),
+    *(f"{split}/{name}.bin" for split in SPLITS for name in _FILES),
+    *(f"{mark}{split}.parquet{end}" for split in SPLITS for mark, end in (("", ""), (".", ".tmp"))),  # --parquet
+}
+"""Everything that a preparation leaves in DIR."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class Corpus:
         whole = len(self.offsets) and self.offsets[0] == 0 and self.offsets[-1] == len(self._tokens) == len(self._mask)
         if not whole or len(self.anchor_counts) != len(self.lengths) or (self.lengths < 0).any():
             raise UserError(f"{folder}: the files do not fit together; prepare the corpus again")
+        self._check_anchors(folder)
 
     @classmethod
     def open(cls, directory: Path, split: str) -> Self:
@@ -72,6 +81,20 @@ class Corpus:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def _check_anchors(self, folder: Path) -> None:
+        """UserError unless anchors.bin fits the lengths and, in a few documents, the mask: reading all of it takes long."""
+        some = np.unique(np.linspace(0, len(self) - 1, min(len(self), 64), dtype=np.int64)).tolist()
+        counts = self.anchor_counts
+        wrong = np.flatnonzero((counts < 0) | (counts > np.maximum(self.lengths - 1, 0))).tolist()
+        wrong += [i for i in some if count_anchors(self.document(i)[1]) != counts[i]]
+        if wrong:
+            raise UserError(
+                f"{folder}: anchors.bin has {counts[wrong[0]]} anchors for document {wrong[0]}, which its mask does not "
+                "give; prepare the corpus again"
+            )
+        if len(self) and not counts.any():
+            raise UserError(f"{folder}: no document has anything to train on; prepare the corpus again")
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32 [length], mask uint8 [length]) of one document, read-only views."""
@@ -87,6 +110,21 @@ class Corpus:
         return (self._tokens[i : i + PIECE] for i in range(0, len(self._tokens), PIECE))
 
 
+def identity(*splits: Corpus) -> str:
+    """Tells corpora apart by what is in them, wherever they lie (sha256, 16 hex digits): the length and the anchors of
+    every document, and the tokens and mask of all documents or, in a large corpus, of pieces spread over it."""
+    digest = hashlib.sha256()
+    for split in splits:
+        for values in (split.offsets, split.anchor_counts):
+            digest.update(np.ascontiguousarray(values))
+        end = int(split.offsets[-1])
+        pieces = min(_SAMPLES, -(-end // _SAMPLE))
+        for start in np.linspace(0, max(0, end - _SAMPLE), pieces, dtype=np.int64).tolist():
+            for values in split.flat(start, start + _SAMPLE):
+                digest.update(values)
+    return digest.hexdigest()[:16]
+
+
 def read_manifest(directory: Path) -> Manifest:
     """manifest.json of a corpus directory."""
     path = directory / "manifest.json"
@@ -97,8 +135,27 @@ def read_manifest(directory: Path) -> Manifest:
         raise UserError(f"{path}: corpus format {found!r}, this version reads {FORMAT}; {again}")
     needed = {"model": str, "tokenizer_hash": str, "vocab_size": int, "template_options": dict, "counts": dict}
     values = read_object(path, needed, again)
+    rendered = (directory / "chat_template.jinja").exists()  # without a template to compare any would pass
+    if "template_hash" not in values or rendered:
+        read_object(path, {"template_hash": str}, again)
     known = {f.name for f in fields(Manifest)}
-    return Manifest(**{"template_hash": None} | {name: value for name, value in values.items() if name in known})
+    return Manifest(**{name: value for name, value in values.items() if name in known})
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """UserError unless a corpus may be written to `out` without the loss of anything but, with `overwrite`, an old corpus."""
+    if out.is_symlink():
+        raise UserError(f"{out}: is a link; name the directory itself")
+    if not out.exists():
+        return
+    corpus = (out / "manifest.json").is_file() and (out / "train" / "offsets.bin").is_file()
+    if not out.is_dir() or (not corpus and any(out.iterdir())):
+        raise UserError(f"{out}: exists already and is no prepared corpus; name another --out, or delete it yourself")
+    for path in out.rglob("*"):
+        if str(path.relative_to(out)) not in _OURS:
+            raise UserError(f"{path}: is no part of the corpus {out}; move it elsewhere, or name another --out")
+    if not overwrite:
+        raise UserError(f"{out}: exists already; name another directory, or add --overwrite")
 
 
 def count_anchors(mask: np.ndarray) -> int:
@@ -128,8 +185,7 @@ class ShardWriter:
         self.progress: dict[str, Any] | None = None
         """State saved by the interrupted preparation that this one continues; None at a fresh start."""
         self._fingerprint, self._files = fingerprint, {}
-        if self.out.exists() and not overwrite:
-            raise UserError(f"{self.out}: exists already; name another directory, or add --overwrite")
+        check_free(self.out, overwrite)
         self._lock = self._hold()
         self._sizes = self._take_over()
         for name in self._names():
@@ -180,6 +236,7 @@ class ShardWriter:
     def commit(self, manifest: Manifest, report: dict[str, Any], extra: dict[str, bytes]) -> None:
         """Put manifest.json, report.json and `extra` files beside the shards and move everything into place."""
         self.close()
+        check_free(self.out, self.overwrite)  # it may have appeared, or been added to, in the meantime
         documents = {"manifest.json": asdict(manifest), "report.json": report}
         for name, value in documents.items():
             _write(self.staging / name, json.dumps(value, indent=1, ensure_ascii=False).encode())
@@ -190,8 +247,6 @@ class ShardWriter:
         flush(self.staging)
         old = self.out.with_name(f".{self.out.name}.old")
         if self.out.exists():
-            if not self.overwrite:
-                raise UserError(f"{self.out}: appeared while the corpus was written to {self.staging}")
             shutil.rmtree(old, ignore_errors=True)
             os.rename(self.out, old)
         os.rename(self.staging, self.out)

@@ -7,7 +7,7 @@ and one rejected row that says where it broke.
 import glob
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,15 @@ def fingerprint(files: list[InputFile]) -> list[Any]:
             stat = file.path.stat()
             out.append([file.name, file.format, file.weight, stat.st_size, stat.st_mtime_ns])
     return out
+
+
+def check_apart(out: Path, files: list[InputFile], others: Sequence[Path | None]) -> None:
+    """UserError where `out`, which will be replaced, is one of the inputs or a folder that holds one."""
+    place = out.resolve()
+    for path in (*(file.path for file in files), *others):
+        if path is not None and place in ((real := path.resolve()), *real.parents):
+            what = "is read by this command" if place == real else f"holds {path}, which this command reads"
+            raise UserError(f"{out}: {what} and would be replaced; name another --out")
 
 
 def total_bytes(files: list[InputFile]) -> int:
