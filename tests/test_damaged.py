@@ -14,6 +14,7 @@ from draftsmith.config import TargetConfig
 from draftsmith.errors import UserError
 from draftsmith.events import EvaluationRecord, EventLog, StepRecord
 from draftsmith.history import read_run
+from draftsmith.history_rows import rows
 from draftsmith.kinds import misfit
 from draftsmith.report import render
 from draftsmith.status import lines, status_of
@@ -130,3 +131,10 @@ def test_an_event_file_that_is_a_directory_is_one_line(tmp_path: Path) -> None:
         read_run(tmp_path)
     with pytest.raises(UserError, match="box.both0.jsonl: the events cannot be written: Is a directory; move it away"):
         EventLog(tmp_path, host="box")
+
+
+def test_a_row_like_others_whose_number_is_none_is_left_out():
+    good = b'{"kind":"note","t":1.0,"text":"a"}'
+    unfit: set[bytes] = set()
+    lines = [good, good.replace(b"1.0", b"NaN"), good[:9], good.replace(b'"a"', b"3")]
+    assert len(rows(lines, unfit)) == 1 and unfit == {lines[1], lines[3]}

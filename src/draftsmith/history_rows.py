@@ -131,35 +131,61 @@ class Decoded(TypedDict):
 
 def rows(lines: list[bytes], unfit: set[bytes]) -> list[dict[str, Any]]:
     """The events in whole lines. A line that a kill cut is passed over, one that is no event of its kind goes to `unfit`."""
+    seen: set[tuple] = set()
     try:
-        found = json.loads(b"[%s]" % b",".join(lines))  # together: several times quicker
-        if len(found) == len(lines) and all(map(_is_event, found)):
+        found = json.loads(b"[%s]" % b",".join(lines), parse_constant=_refuse)  # together: several times quicker
+        if len(found) == len(lines) and all(_is_event(row, seen) for row in found):
             return found
     except (ValueError, RecursionError):
         pass
     found = []
     for line in lines:
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_refuse)
+            fits = _is_event(row, seen)
+        except NotFinite:
+            fits = False
         except (ValueError, RecursionError):
             continue
-        if _is_event(row):
+        if fits:
             found.append(row)
         else:
             unfit.add(line)
     return found
 
 
-def _is_event(row: Any) -> bool:
+def _is_event(row: Any, seen: set[tuple]) -> bool:
+    """`seen`: signatures of rows that were events; a long run's steps are alike."""
     if not isinstance(row, dict) or not isinstance(kind := row.get("kind"), str):
         return False
-    if misfit(row, EVENTS.get(kind, At), kind) is not None:
-        return False
+    signature = _signature(row)
+    if signature is None or signature not in seen:
+        if misfit(row, EVENTS.get(kind, At), kind) is not None:
+            return False
+        if signature is not None:
+            seen.add(signature)
     if not 0 <= row["start" if kind == "spans" else "t"] < LATEST:
         return False
     if kind == "spans":
         return all(len(column) == len(row["us"]) for column in row.values() if isinstance(column, list))
     return kind != "evaluation" or bool(row["acceptance_per_position"])
+
+
+def _signature(row: dict[str, Any]) -> tuple | None:
+    """Names and types of a row of plain values and lists of them: of rows with one signature all are events, or none is."""
+    types = tuple(map(type, row.values()))
+    if dict in types:
+        return None
+    inside = tuple(frozenset(map(type, v)) for v in row.values() if type(v) is list)
+    return None if any(dict in one or list in one for one in inside) else (row["kind"], tuple(row), types, inside)
+
+
+class NotFinite(ValueError):
+    """A number that is none, which the writer leaves out."""
+
+
+def _refuse(constant: str) -> None:
+    raise NotFinite(constant)
 
 
 def read_fitting(path: Path, kind: Any) -> tuple[dict[str, Any], str | None]:
