@@ -461,12 +461,20 @@ def test_a_manifest_that_lost_a_key_is_named(target, tmp_path, key):
         Corpus.open(tmp_path / "out", "train")
 
 
+def test_a_manifest_whose_template_is_no_file_name_is_named(target, tmp_path):
+    run(target, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", many(3)))
+    path = tmp_path / "out" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": 3}))
+    with pytest.raises(UserError, match="manifest.json: chat_template is no string; prepare the corpus again"):
+        Corpus.open(tmp_path / "out", "train")
+
+
 def test_a_manifest_without_the_hash_of_its_template_is_refused(target, tmp_path):
     """It would fit any target's template."""
     run(target, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", many(3)))
     path = tmp_path / "out" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"template_hash": None}))
-    with pytest.raises(UserError, match="manifest.json: template_hash is no str; prepare the corpus again"):
+    with pytest.raises(UserError, match="manifest.json: template_hash is no string; prepare the corpus again"):
         Corpus.open(tmp_path / "out", "train")
 
 

@@ -12,6 +12,8 @@ from draftsmith.data.template import load_tokenizer
 from draftsmith.decode import Cycle, Decoder, Generation
 from draftsmith.errors import UserError
 from draftsmith.evaluate import Answer, Seconds, evaluate, figures, main, open_session, read_prompts, runs, table
+from draftsmith.history_rows import Decoded
+from draftsmith.kinds import misfit
 from draftsmith.options import EvaluateOptions
 from tiny_models import Trained, own_greedy, random_drafter, save_target, shape_for, tiny_target, write_checkpoint
 
@@ -63,6 +65,7 @@ def test_figures_and_texts(trained):
         assert len(sample["runs"]) == 1 + len(sample["committed"]) and sample["finish"] in ("stop", "length")
         assert (sample["finish"] == "stop") == (sample["tokens"][-1] == 1)
     assert {s["turn"] for s in result["samples"]} == {0, 1, 2}
+    assert misfit(json.loads(json.dumps(result)), Decoded, "result") is None, "the report shows it"
     text = [str(cell) for column in table(result).columns for cell in column.cells]
     assert "passes that accept >= 3" in text and "100.0%" in text
 

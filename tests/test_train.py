@@ -20,6 +20,7 @@ from draftsmith.data.options import PrepareOptions
 from draftsmith.data.prepare import prepare
 from draftsmith.data.shards import Corpus
 from draftsmith.errors import UserError
+from draftsmith.history import read_run
 from draftsmith.host import run_host
 from draftsmith.init import write_recipe
 from draftsmith.job import open_job
@@ -78,6 +79,15 @@ def test_every_checkpoint_is_told_of_also_between_log_steps(place, tmp_path, cap
     assert train(recipe(place, steps=5, save_every=1, log_every=5, evaluate_every=0), run) == EXIT_DONE
     said = capfd.readouterr().err
     assert [n for n in range(1, 6) if f"saved {run}/checkpoints/step_{n}\n" in said] == [1, 2, 3, 4, 5]
+
+
+def test_what_a_run_writes_is_of_the_kinds_that_are_read(place, tmp_path):
+    assert train(recipe(place, steps=4, log_every=2, evaluate_every=2), tmp_path / "run") == EXIT_DONE
+    run = read_run(tmp_path / "run", spans=True)
+    assert len(run.steps) == 2 and len(run.evaluations) == 2 and len(run.config["recipe"]) == 8
+    for session in run.sessions:
+        assert len(session.busy()) == len(session.busy_lines) and len(list(session.spans())) == len(session.span_lines)
+    assert run.left_out() == []
 
 
 def test_recipe_states_its_reasons_and_is_not_overwritten(place):

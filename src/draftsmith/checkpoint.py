@@ -36,15 +36,11 @@ class Recipe(TypedDict):
     target: TargetConfig
 
 
-class State(TypedDict):
-    """What readers of state.json rely on."""
-
-    step: int
-    optimizer_step: float
-    drafter: dict[str, Any]
-    acceptance_length: float | None
-    recipe: Recipe | None
-    provenance: dict[str, Any] | None
+# What readers of state.json rely on.
+STATE = {
+    "step": int, "optimizer_step": float, "drafter": dict, "acceptance_length": float | None, "recipe": Recipe | None,
+    "provenance": dict | None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     state = read_object(path / "state.json", {"format": int}, DAMAGED)
     if state["format"] != FORMAT:
         raise UserError(f"{path / 'state.json'}: format {state['format']!r}, this version reads {FORMAT}")
-    if (wrong := misfit(state, State, "state")) is not None:
-        raise UserError(f"{path / 'state.json'}: {wrong.removeprefix('state.')}; {DAMAGED}")
+    read_object(path / "state.json", STATE, DAMAGED)
     return Checkpoint(path, state["step"], state)
 
 

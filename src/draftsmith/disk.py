@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from draftsmith.errors import UserError
+from draftsmith.kinds import misfit
 
 
 def flush(path: Path) -> None:
@@ -42,8 +43,8 @@ def reserved(out: Path) -> Iterator[TextIO]:
             out.unlink(missing_ok=True)
 
 
-def read_object(path: Path, keys: dict[str, type], remedy: str) -> dict[str, Any]:
-    """The JSON object in a file that we once wrote; UserError, with what to do, where it lacks one of `keys` of its type."""
+def read_object(path: Path, keys: dict[str, Any], remedy: str) -> dict[str, Any]:
+    """The JSON object in a file that we once wrote; UserError, with what to do, where a key is not of its kind."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -51,8 +52,8 @@ def read_object(path: Path, keys: dict[str, type], remedy: str) -> dict[str, Any
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no JSON object; {remedy}")
     for key, kind in keys.items():
-        if not isinstance(values.get(key), kind):
-            raise UserError(f"{path}: {key} is {'missing' if key not in values else 'no ' + kind.__name__}; {remedy}")
+        if (wrong := misfit(values.get(key), kind, key)) is not None:
+            raise UserError(f"{path}: {wrong if key in values else f'{key} is missing'}; {remedy}")
     return values
 
 

@@ -74,11 +74,12 @@ def decoding(key: str, name: str, result: dict[str, Any], samples: int = SAMPLES
 
 
 def _positions(key: str, columns: dict[str, dict[str, Any]]) -> Figure | None:
-    shares = {name: [100 * v for v in values["acceptance_per_position"]] for name, values in columns.items()}
-    width = max((len(values) for values in shares.values()), default=0)
+    found = {name: values["acceptance_per_position"] for name, values in columns.items()}
+    width = max((len(values) for values in found.values()), default=0)
     if not width:
         return None
-    last = next(values for values in reversed(shares.values()) if values)
+    shares = {name: [100 * v for v in values] + [0.0] * (width - len(values)) for name, values in found.items()}
+    last = list(shares.values())[-1]
     reading = f"The first draft is accepted in {last[0]:.1f}% of the passes, draft {width} in {last[-1]:.1f}%."
     labels = [str(k + 1) for k in range(width)]
     title = "Acceptance by position"

@@ -133,7 +133,10 @@ def read_manifest(directory: Path) -> Manifest:
     again = "prepare the corpus again"
     if (found := read_object(path, {}, again).get("format")) != FORMAT:
         raise UserError(f"{path}: corpus format {found!r}, this version reads {FORMAT}; {again}")
-    needed = {"model": str, "tokenizer_hash": str, "vocab_size": int, "template_options": dict, "counts": dict}
+    needed = {
+        "model": str, "tokenizer_hash": str, "vocab_size": int, "template_options": dict, "counts": dict,
+        "chat_template": str | None,
+    }  # fmt: skip
     values = read_object(path, needed, again)
     rendered = (directory / "chat_template.jinja").exists()  # without a template to compare any would pass
     if "template_hash" not in values or rendered:
