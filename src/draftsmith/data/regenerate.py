@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 from collections import deque
@@ -311,9 +312,9 @@ def _check(options: RegenerateOptions) -> None:
     rules = [
         (options.concurrency >= 1, "--concurrency", "must be at least 1"),
         (options.retries >= 0, "--retries", "must not be negative"),
-        (options.timeout > 0, "--timeout", "must be positive"),
+        (0 < options.timeout < math.inf, "--timeout", "must be a positive number"),
         (options.max_new_tokens >= 1, "--max-new-tokens", "must be at least 1"),
-        (options.temperature >= 0, "--temperature", "must not be negative"),
+        (0 <= options.temperature < math.inf, "--temperature", "must be a finite number, 0 or more"),
         (0 < options.top_p <= 1, "--top-p", "must be in (0, 1]"),
     ]
     for good, flag, message in rules:
