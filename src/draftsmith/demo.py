@@ -230,7 +230,7 @@ def _init(job: Job, display: Display) -> str:
     drafter = make_drafter(config, job.target())
     tensors = {n: t.detach().contiguous() for n, t in to_zlab(dict(drafter.named_parameters()), drafter.shape).items()}
     state = {"format": checkpoint.FORMAT, "step": 0, "drafter": drafter.shape.to_dict(), "recipe": config.to_dict()}
-    state = {**state, "acceptance_length": None, "provenance": provenance()}
+    state |= {"optimizer_step": 0, "acceptance_length": None, "provenance": provenance()}
     job.untrained.mkdir(exist_ok=True)
     checkpoint.write(job.untrained, 0, {"model.safetensors": tensors}, state)
     c = config

@@ -118,13 +118,13 @@ def supervise(options: TrainOptions, config: Config, topology: Topology, path: P
     if not single:
         more = f" or up to {most}, for half a minute" if most > fewest else ""
         console.note(f"meeting at {options.rendezvous}: waits for {fewest} hosts{more}")
-    for start in range(options.restarts + 1 if single else 1):
-        with asking_to_stop(path):
+    with asking_to_stop(path):
+        for start in range(options.restarts + 1 if single else 1):
             code = run_workers(options, topology, path, hosts, resume, console)
-        if code != EXIT_FAILED or start == options.restarts or (path / "stop").exists() or not single:
-            return code
-        resume = (path / "config.json").is_file()
-        console.note(f"starting again, {start + 1} of {options.restarts} restarts")
+            if code != EXIT_FAILED or start == options.restarts or (path / "stop").exists() or not single:
+                break
+            resume = (path / "config.json").is_file()
+            console.note(f"starting again, {start + 1} of {options.restarts} restarts")
     return code
 
 
