@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from draftsmith.config import TargetConfig
 from draftsmith.console import size
-from draftsmith.disk import flush, read_object
+from draftsmith.disk import check_object, flush, read_object
 from draftsmith.errors import UserError
 from draftsmith.kinds import misfit
 
@@ -83,7 +83,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     state = read_object(path / "state.json", {"format": int}, DAMAGED)
     if state["format"] != FORMAT:
         raise UserError(f"{path / 'state.json'}: format {state['format']!r}, this version reads {FORMAT}")
-    read_object(path / "state.json", STATE, DAMAGED)
+    check_object(path / "state.json", state, STATE, DAMAGED)
     return Checkpoint(path, state["step"], state)
 
 

@@ -51,10 +51,15 @@ def read_object(path: Path, keys: dict[str, Any], remedy: str) -> dict[str, Any]
         raise UserError(f"{path}: cannot be read: {error}; {remedy}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no JSON object; {remedy}")
+    check_object(path, values, keys, remedy)
+    return values
+
+
+def check_object(path: Path, values: dict[str, Any], keys: dict[str, Any], remedy: str) -> None:
+    """UserError where a key of what was read from a file is not of its kind."""
     for key, kind in keys.items():
         if (wrong := misfit(values.get(key), kind, key)) is not None:
             raise UserError(f"{path}: {wrong if key in values else f'{key} is missing'}; {remedy}")
-    return values
 
 
 def lock(file: IO[Any], what: str) -> None:

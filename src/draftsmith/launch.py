@@ -73,10 +73,8 @@ def launch(options: TrainOptions, config: Config) -> int:
         except PeerLost as error:
             say(str(error))
             return EXIT_FAILED
-        except (
-            KeyboardInterrupt,
-            SystemExit,
-        ) as ended:  # by a second signal; threads that still run break a usual exit
+        except (KeyboardInterrupt, SystemExit) as ended:
+            # By a second signal. Threads that still run would break a usual exit.
             number = signal.SIGINT if isinstance(ended, KeyboardInterrupt) else signal.SIGTERM
             say(f"ended at once by {number.name}")
             os._exit(128 + number)

@@ -45,10 +45,6 @@ def attribute(kind: Kind, number: int) -> dict[str, int]:
     return {"unit" if kind == "unit" else "row": number}
 
 
-def timed_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
 class OwnTaps:
     """Colocated: the worker's own target prefills in place."""
 
@@ -147,7 +143,8 @@ class MailedTaps:
     def _pull(self, item: Item) -> None:
         """Waits for the slot, not for the step that is under way; the slot is given back when the copy has ended."""
         device = self._static.device
-        main, (out_of_work, at_work) = torch.cuda.current_stream(device), timed_events()
+        main = torch.cuda.current_stream(device)
+        out_of_work, at_work = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         out_of_work.record(main)
         slot = self._take(item)
         with torch.cuda.device(device), self._reading(slot.device), torch.cuda.stream(self._stream):

@@ -156,7 +156,7 @@ def check_apart(leaders: list[tuple[int, str | None] | None]) -> None:
     """NCCL adds up between GPUs only; two hosts of a launcher may be containers of one machine, which share them."""
     hosts: dict[str, int] = {}
     for host, gpu in filter(None, leaders):
-        if gpu is not None and gpu in hosts:
+        if gpu in hosts:
             raise UserError(
                 f"trainers of hosts {hosts[gpu]} and {host} were given the same GPU (UUID {gpu}), but NCCL sums gradients "
                 "between GPUs only; give each host its own ones, as by CUDA_VISIBLE_DEVICES"

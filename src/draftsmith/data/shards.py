@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Self, TextIO
 
 import numpy as np
 
-from draftsmith.disk import flush, lock, read_object
+from draftsmith.disk import check_object, flush, lock, read_object
 from draftsmith.errors import UserError
 
 FORMAT = 1
@@ -131,16 +131,17 @@ def read_manifest(directory: Path) -> Manifest:
     if not path.is_file():
         raise UserError(f"{directory}: not a prepared corpus (no manifest.json); `draftsmith prepare` writes one")
     again = "prepare the corpus again"
-    if (found := read_object(path, {}, again).get("format")) != FORMAT:
+    values = read_object(path, {}, again)
+    if (found := values.get("format")) != FORMAT:
         raise UserError(f"{path}: corpus format {found!r}, this version reads {FORMAT}; {again}")
     needed = {
         "model": str, "tokenizer_hash": str, "vocab_size": int, "template_options": dict, "counts": dict,
         "chat_template": str | None,
     }  # fmt: skip
-    values = read_object(path, needed, again)
+    check_object(path, values, needed, again)
     rendered = (directory / "chat_template.jinja").exists()  # without a template to compare any would pass
     if "template_hash" not in values or rendered:
-        read_object(path, {"template_hash": str}, again)
+        check_object(path, values, {"template_hash": str}, again)
     known = {f.name for f in fields(Manifest)}
     return Manifest(**{name: value for name, value in values.items() if name in known})
 
